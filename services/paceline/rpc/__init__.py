@@ -1,0 +1,1 @@
+"""gRPC, the same in every service: servers, channels, the status table, bulk messages."""
