@@ -138,7 +138,7 @@ class ReplayConfig(Model):
     address: Address = "127.0.0.1:50051"
     """Where the others reach it."""
     listen: Address = "127.0.0.1:50051"
-    """Where it listens."""
+    """Where it listens. Left at its default, `paceline train` takes any free port, here and for the other addresses."""
     metrics_listen: Address = "127.0.0.1:9101"
     """Where /metrics listens."""
     redis_url: SecretStr | None = None
@@ -276,6 +276,11 @@ class Config(Model):
                 f"learner.table is {learner.table!r}: expected a table of replay.tables, which has {', '.join(tables)}"
             )
         table = tables[learner.table]
+        if self.collector.count > self.collector.max_count:
+            raise ValueError(
+                f"collector.count is {self.collector.count}: expected at most collector.max_count, "
+                f"{self.collector.max_count}"
+            )
         if self.collector.block_rows > table.capacity_rows:
             raise ValueError(
                 f"collector.block_rows is {self.collector.block_rows}: expected at most the table's capacity_rows, "
@@ -362,6 +367,11 @@ def build(tree: Mapping[str, Any], *, source: str = "the settings") -> Config:
     except ValidationError as error:
         lines = [_explain(problem) for problem in error.errors()]
         raise ConfigError("\n".join([f"{source} has {len(lines)} wrong setting(s):", *lines])) from None
+
+
+def with_run_id(config: Config, run_id: str) -> Config:
+    """The same configuration for a run of that id. Raises ConfigError when the id is malformed."""
+    return build({**config.model_dump(), "run": {**config.run.model_dump(), "id": run_id}})
 
 
 def dump(config: Config) -> str:

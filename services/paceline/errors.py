@@ -82,6 +82,9 @@ class TooManyStreamsError(PacelineError):
 class EnvironmentFaultError(PacelineError):
     """An environment raised, or returned what it must not; names the environment, step and seed."""
 
+    episode: int | None = None
+    """The collector's number of the episode that it happened in, where one is known."""
+
 
 class NonFiniteError(PacelineError):
     """A loss, gradient or weight is not finite; the learner stops and publishes nothing of it."""

@@ -7,12 +7,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Thread
-from typing import Any
+from threading import Lock, Thread
+from typing import Any, TextIO
 from wsgiref.simple_server import WSGIServer
 
+import numpy as np
+import numpy.typing as npt
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, start_http_server
+from prometheus_client.core import HistogramMetricFamily
 
 from paceline import __version__
 from paceline.errors import PortTakenError
@@ -23,8 +26,8 @@ LAG_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 50, 64, 80, 1
 SECONDS_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
-def configure_logging(service: str, **fields: Any) -> None:
-    """One JSON line per event on standard error, each with the service's name and the given fields."""
+def configure_logging(service: str, *, file: TextIO | None = None, **fields: Any) -> None:
+    """One JSON line per event on standard error, or in `file`, each with the service's name and the given fields."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -34,7 +37,7 @@ def configure_logging(service: str, **fields: Any) -> None:
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file or sys.stderr),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.clear_contextvars()
@@ -58,6 +61,7 @@ def serve_metrics(registry: CollectorRegistry, listen: str, service: str) -> Met
     Gauge(
         "paceline_build_info", "Always 1; the labels say what runs.", ["version", "service"], registry=registry
     ).labels(__version__, service).set(1)
+    ProcessCollector(registry=registry)
     host, _, port = listen.rpartition(":")
     try:
         server, thread = start_http_server(int(port), host.strip("[]"), registry=registry)
@@ -81,6 +85,58 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5)
+
+
+class BulkHistogram:
+    """A histogram that takes whole arrays: one observation per row costs too much in a training loop."""
+
+    def __init__(self, name: str, documentation: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> None:
+        self._name, self._documentation = name, documentation
+        self._bounds = np.asarray(buckets, np.float64)
+        self._counts = np.zeros(len(buckets) + 1, np.int64)
+        self._sum = 0.0
+        self._lock = Lock()
+        registry.register(self)
+
+    def observe(self, values: npt.NDArray[Any]) -> None:
+        """Count every element of `values`."""
+        counts = np.bincount(self._bounds.searchsorted(values.ravel(), side="left"), minlength=len(self._counts))
+        with self._lock:
+            self._counts += counts
+            self._sum += float(values.sum())
+
+    def counts(self) -> dict[str, int]:
+        """Observations by the upper bound of their bucket, not accumulated; buckets that are empty are left out."""
+        with self._lock:
+            counts = self._counts.copy()
+        bounds = [*(f"{bound:g}" for bound in self._bounds), "+Inf"]
+        return {bound: int(count) for bound, count in zip(bounds, counts, strict=True) if count}
+
+    def quantile(self, fraction: float) -> float | None:
+        """The upper bound of the bucket that holds the quantile; None before the first observation."""
+        with self._lock:
+            accumulated = self._counts.cumsum()
+        if accumulated[-1] == 0:
+            return None
+        index = int(accumulated.searchsorted(fraction * accumulated[-1], side="left"))
+        return float(self._bounds[index]) if index < len(self._bounds) else float("inf")
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """For the registry. Absent before the first observation."""
+        with self._lock:
+            accumulated, total = self._counts.cumsum(), self._sum
+        if accumulated[-1]:
+            bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+            yield HistogramMetricFamily(
+                self._name,
+                self._documentation,
+                buckets=[(bound, float(count)) for bound, count in zip(bounds, accumulated, strict=True)],
+                sum_value=total,
+            )
+
+    def describe(self) -> Iterator[HistogramMetricFamily]:
+        """For the registry: the name, so that a second metric of that name is refused."""
+        yield HistogramMetricFamily(self._name, self._documentation)
 
 
 class ActivityClock:

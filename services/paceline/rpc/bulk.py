@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError, Message
 
 from paceline.errors import InvalidInputError
 from paceline.rows import ByteMatrix
+from paceline.v1 import replay_pb2
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -94,3 +95,7 @@ def _read_varint(data: bytes, position: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, position
     raise IndexError
+
+
+APPEND_REQUEST = BulkFormat(replay_pb2.AppendRequest, "rows")
+SAMPLE_RESPONSE = BulkFormat(replay_pb2.SampleResponse, "rows")

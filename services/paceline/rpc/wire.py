@@ -6,9 +6,10 @@ import time
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from paceline.errors import InvalidInputError, RowSpecError
+from paceline.errors import InvalidInputError, RowSpecError, SnapshotError
 from paceline.identity import PolicyIdentity
 from paceline.rows import MAX_COLUMN_COUNT, Column, RowSpec
+from paceline.snapshot import MAX_TENSOR_COUNT, SnapshotHeader, TensorDescription
 from paceline.v1 import parameters_pb2, rows_pb2
 
 _DATA_TYPES: dict[str, rows_pb2.DataType] = {
@@ -75,3 +76,54 @@ def timestamp(seconds: float | None = None) -> Timestamp:
 def seconds_of(stamp: Timestamp) -> float:
     """Seconds since 1970."""
     return stamp.seconds + stamp.nanos * 1e-9
+
+
+def snapshot_header_to_wire(
+    header: SnapshotHeader, chunk_count: int, run_state: parameters_pb2.RunState
+) -> parameters_pb2.SnapshotHeader:
+    """The message of a snapshot's header; `chunk_count` chunks follow it."""
+    return parameters_pb2.SnapshotHeader(
+        run_id=header.run_id,
+        identity=identity_to_wire(header.identity),
+        learner_step=header.learner_step,
+        environment_step_count=header.environment_step_count,
+        published_at=timestamp(header.published_at),
+        payload_bytes=header.payload_bytes,
+        chunk_count=chunk_count,
+        payload_sha256=header.payload_sha256,
+        tensors=[
+            parameters_pb2.TensorDescription(name=tensor.name, data_type=_DATA_TYPES[tensor.dtype], shape=tensor.shape)
+            for tensor in header.tensors
+        ],
+        actor_semantics_json=header.actor_semantics_json,
+        run_state=run_state,
+    )
+
+
+def snapshot_header_from_wire(message: parameters_pb2.SnapshotHeader) -> SnapshotHeader:
+    """The header of a message; every count and size is checked, so that nothing is allocated on a false claim.
+
+    Raises:
+        SnapshotError: says which field is out of range. InvalidInputError: the identity is none.
+    """
+    if len(message.tensors) > MAX_TENSOR_COUNT:
+        raise SnapshotError(f"a snapshot has {len(message.tensors)} tensors: expected 1 to {MAX_TENSOR_COUNT}")
+    if not 1 <= message.chunk_count <= message.payload_bytes:
+        raise SnapshotError(
+            f"a snapshot of {message.payload_bytes} bytes comes in {message.chunk_count} chunks: expected 1 or more, "
+            "none empty"
+        )
+    return SnapshotHeader(
+        run_id=message.run_id,
+        identity=identity_from_wire(message.identity),
+        learner_step=message.learner_step,
+        environment_step_count=message.environment_step_count,
+        published_at=seconds_of(message.published_at),
+        payload_bytes=message.payload_bytes,
+        payload_sha256=message.payload_sha256,
+        tensors=tuple(
+            TensorDescription(tensor.name, _DTYPES.get(tensor.data_type, str(tensor.data_type)), tuple(tensor.shape))
+            for tensor in message.tensors
+        ),
+        actor_semantics_json=message.actor_semantics_json,
+    )

@@ -1,0 +1,57 @@
+# Bare `make` lists the targets. Each does its own set-up in .venv, and does it again only when pyproject.toml or
+# constraints.txt changed. PYTHON names the interpreter that .venv is made with: make test PYTHON=python3.12
+
+PYTHON ?= python3
+BIN := .venv/bin
+PROTOS := $(wildcard protos/paceline/v1/*.proto)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup protos format check test test-slow train bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: .venv/installed  ## install what is needed into .venv
+
+protos: .venv/installed  ## generate services/paceline/v1 from protos/
+	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=services --pyi_out=services --grpc_python_out=services $(PROTOS)
+	rm -f services/paceline/v1/rows_pb2_grpc.py
+
+format: .venv/installed  ## format the code and mend what the linter can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+check: .venv/installed  ## format, lint, types, import arrows, generated code up to date
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/unit/test_imports.py tests/unit/test_protos.py
+
+test: .venv/installed  ## the fast tests: functions, contracts, single services (ARGS="-k name" narrows it)
+	$(BIN)/pytest $(ARGS)
+
+test-slow: .venv/installed  ## the slow tests: long waits, and the whole system with services killed
+	$(BIN)/pytest -m slow $(ARGS)
+
+train: .venv/installed  ## train SAC on Pendulum-v1 (ARGS="run.seed=1" changes settings)
+	$(BIN)/paceline train configs/pendulum-sac.yaml $(ARGS)
+
+bench: .venv/benchmarks  ## print throughput figures of this machine, quick versions
+	set -e; for script in tests/bench/*.py; do echo "== $$script"; $(BIN)/python $$script --quick; done
+
+clean:  ## remove .venv, caches and build output; runs/ stays
+	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis services/*.egg-info
+	find services tests -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/installed: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not there: install Python 3.11 or newer, or name yours as in make setup PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$$($(PYTHON) --version) is too old: Paceline needs 3.11 or newer; install it and name it as in make setup PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian and Ubuntu: apt install python3-venv)"; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv/benchmarks: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	@touch $@

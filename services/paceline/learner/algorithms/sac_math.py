@@ -1,0 +1,62 @@
+"""The equations of soft actor-critic, as pure functions.
+
+Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications" (arXiv 1812.05905), cited by equation below.
+N is the batch; the two critics are the first dimension of what they give.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def soft_target(
+    reward: Tensor, terminated: Tensor, next_q: Tensor, next_log_prob: Tensor, temperature: Tensor, discount: float
+) -> Tensor:
+    """What the critics should say, [N]: r + discount m (min_i Q_i(s', a') - temperature log pi(a'|s')).
+
+    Equations 2, 3 and 5, with the smaller of two target critics. The mask m is 0 only where the step *terminated* its
+    episode: a truncated step has a future, and where a step did both, termination wins.
+
+    Args:
+        reward, terminated, next_log_prob: [N]; `terminated` is bool or 0 and 1.
+        next_q: [2, N] target critics at the next observation and an action of the policy there.
+        temperature: scalar, alpha.
+        discount: gamma, or gamma^n after n steps.
+    """
+    next_value = next_q.amin(0) - temperature * next_log_prob
+    return torch.addcmul(reward, 1.0 - terminated.to(reward.dtype), next_value, value=discount)
+
+
+def critic_loss(q: Tensor, target: Tensor) -> Tensor:
+    """sum_i mean_N (Q_i - y)^2 / 2 of q [2, N] and target [N]: equation 5."""
+    return 0.5 * (q - target).square().mean(-1).sum()
+
+
+def critic_loss_gradient(q: Tensor, target: Tensor) -> Tensor:
+    """Derivative of `critic_loss` in q, [2, N]; the target is a constant."""
+    return (q - target) / q.shape[-1]
+
+
+def actor_loss(log_prob: Tensor, q: Tensor, temperature: Tensor) -> Tensor:
+    """mean_N [ temperature log pi(a|s) - min_i Q_i(s, a) ]: equation 9, of log_prob [N] and q [2, N]."""
+    return (temperature * log_prob - q.amin(0)).mean()
+
+
+def actor_loss_gradient(q: Tensor) -> Tensor:
+    """Derivative of `actor_loss` in q, [2, N]: -1/N for the smaller critic of each row, 0 for the other."""
+    first_is_smaller = (q[0] <= q[1]).to(q.dtype)
+    return torch.stack((first_is_smaller, 1.0 - first_is_smaller)) * (-1.0 / q.shape[-1])
+
+
+def temperature_loss(log_temperature: Tensor, log_prob: Tensor, target_entropy: float) -> Tensor:
+    """-exp(log alpha) (mean log pi(a|s) + target entropy): equation 18.
+
+    It is also its own derivative in log alpha, since exp is.
+    """
+    return -log_temperature.exp() * (log_prob.mean() + target_entropy)
+
+
+def polyak(target: Tensor, online: Tensor, tau: float) -> Tensor:
+    """Move `target` in place to (1 - tau) target + tau online."""
+    return target.lerp_(online, tau)

@@ -1,0 +1,216 @@
+"""The training loop: take a batch, update, measure, publish, checkpoint. It knows nothing about losses."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.config import Config
+from paceline.errors import DeadlineError
+from paceline.identity import PolicyIdentity
+from paceline.learner.algorithms import Algorithm, TransitionBatch
+from paceline.learner.metrics import ACTIVITIES, LearnerMetrics
+from paceline.learner.sources import Batch, BatchSource
+from paceline.process import StopSignal
+from paceline.rows import RowSpec, numpy_columns
+from paceline.telemetry import ActivityClock, get_logger
+
+WAIT_SLICE_SECONDS = 0.5
+"""A wait for rows looks up this often, to see a stop signal or a dead endpoint."""
+REPORT_WAIT_SECONDS = 10.0
+"""A wait for rows that lasts so long is said in the log, with its reason."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the run has come, over all incarnations."""
+
+    learner_step: int = 0
+    environment_steps: int = 0
+    policy_version: int = 0
+    step_offset: int = 0
+    """Environment steps whose rows the replay service no longer counts, because its store was lost."""
+
+    def beside(self, inserted_row_count: int) -> Progress:
+        """This progress beside a table that counts so many rows ever inserted."""
+        missing = self.environment_steps - inserted_row_count
+        return replace(self, step_offset=max(self.step_offset, missing, 0))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many updates the environment steps of a run ask for.
+
+    Counts from `start`, where this process took over: with an empty replay nothing is owed for the steps before.
+    """
+
+    environment_steps: int
+    """The run ends there."""
+    updates_per_step: float | None
+    """None: the ratio runs free."""
+    start: Progress
+    learning_starts: int
+    """Environment steps at which the table had, or will have, the rows that the first batch needs."""
+
+    def is_spent(self, progress: Progress) -> bool:
+        """Whether the run is at its end: all environment steps are stored and, if held to a ratio, learned from."""
+        if progress.environment_steps < self.environment_steps:
+            return False
+        if self.updates_per_step is None:
+            return True
+        return progress.learner_step >= self.start.learner_step + self.updates_due(self.environment_steps)
+
+    def updates_due(self, environment_steps: int) -> int:
+        """Updates since the start that so many environment steps ask for. 0 where the ratio runs free."""
+        return math.floor(max(environment_steps - self.learning_starts, 0) * (self.updates_per_step or 0.0))
+
+    def ratio(self, progress: Progress) -> float | None:
+        """Updates per environment step since learning started; None before."""
+        steps = progress.environment_steps - self.learning_starts
+        return (progress.learner_step - self.start.learner_step) / steps if steps > 0 else None
+
+
+class Loop:
+    """Trains until the budget is spent or the process is asked to stop."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        algorithm: Algorithm,
+        source: BatchSource,
+        spec: RowSpec,
+        budget: Budget,
+        incarnation: int,
+        metrics: LearnerMetrics,
+        publish: Callable[[Progress], None],
+        checkpoint: Callable[[Progress], None],
+        record: Callable[[Mapping[str, Any]], None],
+        check_endpoint: Callable[[], None],
+    ) -> None:
+        """`publish`, `checkpoint` and `record` hand their argument on; `check_endpoint` raises when it is gone."""
+        self._settings = config.learner
+        self._algorithm, self._source, self._spec, self._budget = algorithm, source, spec, budget
+        self._metrics = metrics
+        self._publish_snapshot, self._write_checkpoint, self._record = publish, checkpoint, record
+        self._check_endpoint = check_endpoint
+        self._incarnation = incarnation
+        self._clock = ActivityClock(metrics.activity_seconds, ACTIVITIES, "starting")
+        self._log = get_logger()
+        self._last_record = time.monotonic()
+        self._last_recorded = budget.start
+        self._replay_rows = 0
+        self.progress = budget.start
+
+    def run(self, stop: StopSignal) -> bool:
+        """Train; whether the run reached its end. Publishes and checkpoints once before the first update.
+
+        Raises:
+            NonFiniteError: a loss, gradient or weight is not finite; nothing of it was published.
+        """
+        self.publish()
+        self.checkpoint()
+        while not self._budget.is_spent(self.progress):
+            batch = self._wait_for_batch(stop)
+            if batch is None:
+                break
+            self._clock.switch("updating")
+            self._observe(batch)
+            figures = self._algorithm.update(TransitionBatch.from_rows(self._spec, torch.from_numpy(batch.rows)))
+            self._count_update()
+            if self.progress.learner_step % self._settings.publish_every_updates == 0:
+                self.publish()
+            if self.progress.learner_step % self._settings.checkpoint.every_updates == 0:
+                self.checkpoint()
+            if time.monotonic() - self._last_record >= self._settings.record_every_seconds:
+                self._record_figures(figures)
+            self._clock.switch("waiting")
+        finished = self._budget.is_spent(self.progress)
+        self._clock.switch("finishing")
+        if finished:
+            self.publish()
+        self.checkpoint()
+        return finished
+
+    def publish(self) -> None:
+        """Publish the actor as the next version, if it is finite."""
+        with self._clock.during("publishing"), self._metrics.publish_seconds.time():
+            self._algorithm.check_finite()
+            following = replace(self.progress, policy_version=self.progress.policy_version + 1)
+            self._publish_snapshot(following)
+            self.progress = following
+            self._metrics.set_policy_version(following.policy_version)
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint, if the state is finite."""
+        with self._clock.during("checkpointing"), self._metrics.checkpoint_seconds.time():
+            self._algorithm.check_finite()
+            self._write_checkpoint(self.progress)
+
+    def identity(self) -> PolicyIdentity:
+        """The newest published policy."""
+        return PolicyIdentity(self._incarnation, self.progress.policy_version)
+
+    def _wait_for_batch(self, stop: StopSignal) -> Batch | None:
+        """The next batch, or None when the process is asked to stop first."""
+        self._clock.switch("waiting")
+        since, said = time.monotonic(), False
+        while not stop.is_set():
+            self._check_endpoint()
+            try:
+                return self._source.next_batch(WAIT_SLICE_SECONDS)
+            except DeadlineError as error:
+                if not said and time.monotonic() - since >= REPORT_WAIT_SECONDS:
+                    self._log.info("waiting_for_rows", reason=str(error))
+                    said = True
+        return None
+
+    def _observe(self, batch: Batch) -> None:
+        """Count the batch: environment steps so far, and how far its rows lag behind the learner."""
+        steps = batch.inserted_row_count + self.progress.step_offset
+        if steps > self.progress.environment_steps:
+            self.progress = replace(self.progress, environment_steps=steps)
+        self._replay_rows = batch.table_row_count
+        columns = numpy_columns(self._spec, batch.rows)
+        self._metrics.training_lag_versions.observe(self.progress.policy_version - columns["policy_version"])
+        # A learner that resumed from an older checkpoint meets rows of policies with more updates than it has itself.
+        behind = self.progress.learner_step - columns["policy_learner_step"]
+        self._metrics.training_lag_updates.observe(np.maximum(behind, 0))
+        # Clocks of two hosts may disagree by more than a young row's age; a negative age would be nonsense.
+        self._metrics.row_age_seconds.observe(np.maximum(time.time() - columns["collected_at"], 0.0))
+
+    def _count_update(self) -> None:
+        self.progress = replace(self.progress, learner_step=self.progress.learner_step + 1)
+        self._metrics.updates.inc()
+        self._metrics.set_learner_step(self.progress.learner_step)
+        self._metrics.set_environment_steps(self.progress.environment_steps)
+        self._metrics.set_replay_rows(self._replay_rows)
+
+    def _record_figures(self, figures: Mapping[str, torch.Tensor]) -> None:
+        with self._clock.during("recording"):
+            now = time.monotonic()
+            seconds, self._last_record = now - self._last_record, now
+            before, self._last_recorded = self._last_recorded, self.progress
+            fields: dict[str, Any] = {
+                "learner_step": self.progress.learner_step,
+                "environment_steps": self.progress.environment_steps,
+                "policy_version": self.progress.policy_version,
+                "updates_per_second": (self.progress.learner_step - before.learner_step) / seconds,
+                "steps_per_second": (self.progress.environment_steps - before.environment_steps) / seconds,
+                "replay_rows": self._replay_rows,
+                "training_lag_p50": self._metrics.training_lag_versions.quantile(0.5),
+                "training_lag_p99": self._metrics.training_lag_versions.quantile(0.99),
+                "training_lag_counts": self._metrics.training_lag_versions.counts(),
+                **{name: float(value) for name, value in figures.items()},
+            }
+            ratio = self._budget.ratio(self.progress)
+            if ratio is not None:
+                fields["achieved_ratio"] = ratio
+                self._metrics.set_update_ratio(ratio)
+            self._record(fields)

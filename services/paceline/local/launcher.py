@@ -1,0 +1,252 @@
+"""`paceline train`: every service of one run on this machine, from start to report."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from paceline import config as settings
+from paceline.config import Config
+from paceline.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError
+from paceline.local.display import open_display
+from paceline.local.embedded import EmbeddedRedis
+from paceline.local.processes import ServiceProcess
+from paceline.local.scrape import Page, read_pages
+from paceline.local.status import StatusReader
+from paceline.process import StopSignal, limit_threads
+from paceline.report import write_report
+from paceline.rpc.client import open_channel
+from paceline.rpc.status import raising
+from paceline.telemetry import configure_logging
+
+START_SECONDS = 180.0
+"""Loading torch on a busy machine and rebuilding a large ring take a while."""
+STOP_SECONDS = 12.0
+"""From the stop signal to the last process; the services' own deadlines are shorter."""
+LOOK_SECONDS = 0.5
+"""How often processes are looked after."""
+
+_ADDRESS_KEYS = (
+    "replay.listen",
+    "replay.metrics_listen",
+    "learner.listen",
+    "learner.metrics_listen",
+    "learner.endpoint_metrics_listen",
+)
+
+
+def run(config: Config, *, resume: bool, plain: bool, stop: StopSignal, environment: Mapping[str, str]) -> None:
+    """Train on this machine until the run ends or is stopped.
+
+    Raises:
+        ConflictError: the run's folder is in use; NotFoundError: there is none to resume.
+        ServiceFailedError: a service ended with an error; carries its last lines.
+    """
+    folder = _open_folder(config, resume)
+    with (folder / "logs" / "launcher.log").open("a", encoding="utf-8") as log, ExitStack() as stack:
+        configure_logging("launcher", run=config.run_id, file=log)
+        display = stack.enter_context(open_display(config, plain=plain))
+        display.say(f"run {config.run_id}: files in {folder}")
+        redis: EmbeddedRedis | None = None
+        if config.replay.redis_url is None:
+            redis = stack.enter_context(_embedded(folder))
+            redis_url = redis.url
+        else:
+            redis_url = config.replay.redis_url.get_secret_value()
+        services = _Services(config, folder, redis_url, resume=resume, environment=environment)
+        try:
+            services.start()
+            services.wait_until_healthy(stop)
+            display.say("every service is up: training")
+            reader = StatusReader(config, services.pages)
+            while not stop.is_set() and not services.look_after():
+                if redis is not None and redis.keep_alive():
+                    display.say("the embedded Redis server was ended by a signal and runs again")
+                display.show(reader.read())
+                stop.wait(LOOK_SECONDS)
+            display.show(reader.read())
+            display.say("stopping" if stop.is_set() else "the run is complete")
+        finally:
+            # A failed run leaves its figures too.
+            services.write_process_time()
+            services.stop()
+            display.say(f"report: {write_report(folder)}")
+        if stop.is_set():
+            display.say(f"go on with: paceline train {folder} --resume")
+
+
+class _Services:
+    """The processes of the run, in the order in which they are stopped."""
+
+    def __init__(
+        self, config: Config, folder: Path, redis_url: str, *, resume: bool, environment: Mapping[str, str]
+    ) -> None:
+        self._config, self._folder = config, folder
+        self._resume = resume
+        # The URL may hold a password, so it travels in the environment and never in a file or a command line.
+        self._environment = {**environment, "PACELINE_REPLAY__REDIS_URL": redis_url}
+        limit_threads(self._environment)
+        self._addresses = _choose_addresses(config)
+        self._processes: list[ServiceProcess] = []
+        self._last_pages: dict[str, Page] = {}
+        self._seconds: dict[str, dict[str, float]] = {}
+        self.learner: ServiceProcess
+
+    def start(self) -> None:
+        """Start them all; each waits for those that it needs."""
+        resume = ["--resume"] if self._resume else []
+        self._start("replay", ["replay"], resume, ["replay.metrics_listen"])
+        self.learner = self._start(
+            "learner", ["learner"], resume, ["learner.metrics_listen", "learner.endpoint_metrics_listen"]
+        )
+        for index in range(self._config.collector.count):
+            self._start_with_metrics(f"collector-{index}", "collector", ["--index", str(index)])
+        if self._config.evaluator.enabled:
+            self._start_with_metrics("evaluator", "evaluator", [])
+
+    def wait_until_healthy(self, stop: StopSignal) -> None:
+        """Wait until replay and learner say SERVING. Raises DeadlineError, or what a service died of."""
+        deadline = time.monotonic() + START_SECONDS
+        for service in ("replay", "learner"):
+            address = self._addresses[f"{service}.listen"]
+            while not stop.is_set() and not self._is_serving(address):
+                self.look_after()
+                if time.monotonic() > deadline:
+                    process = next(process for process in self._processes if process.name == service)
+                    raise DeadlineError(
+                        f"{service} does not serve on {address} after {START_SECONDS:g} s; "
+                        f"the last lines of its log:\n{process.tail()}"
+                    )
+                stop.wait(LOOK_SECONDS)
+
+    def look_after(self) -> bool:
+        """Restart what a signal ended; whether the run is complete. Raises ServiceFailedError."""
+        for process in self._processes:
+            before = self._last_pages.get(process.name)
+            if process.keep_alive() and before is not None:
+                self._add_seconds(process.name, before)
+        return self.learner.has_ended_well()
+
+    def pages(self) -> dict[str, Page]:
+        """The metrics of every process that answers, by its name."""
+        pages = {process.name: read_pages(process.metrics_ports) for process in self._processes}
+        self._last_pages.update({name: page for name, page in pages.items() if page.samples})
+        return pages
+
+    def write_process_time(self) -> None:
+        """Write where each process spent its time, for the report."""
+        self.pages()
+        for name, page in self._last_pages.items():
+            self._add_seconds(name, page)
+        self._last_pages.clear()
+        path = self._folder / "process_time.json"
+        # A resumed run goes on with the seconds of its earlier parts.
+        earlier: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
+        for name, seconds in earlier.items():
+            for activity, value in seconds.items():
+                mine = self._seconds.setdefault(name, {})
+                mine[activity] = mine.get(activity, 0.0) + value
+        path.write_text(json.dumps(self._seconds, indent=1))
+        self._seconds = {}
+
+    def stop(self) -> None:
+        """Stop every process, replay last, within STOP_SECONDS."""
+        deadline = time.monotonic() + STOP_SECONDS
+        replay, others = self._processes[:1], self._processes[1:]
+        for group, share in ((others, deadline - 3), (replay, deadline)):
+            for process in group:
+                process.terminate()
+            for process in group:
+                process.wait(share)
+
+    def _start(self, name: str, arguments: list[str], resume: list[str], metrics_keys: list[str]) -> ServiceProcess:
+        overrides = [f"{key}={address}" for key, address in self._addresses.items()]
+        process = ServiceProcess(
+            name,
+            [*arguments, str(self._folder / "config.yaml"), *overrides, "--with-parent", *resume],
+            restart_arguments=["--resume"] if arguments[0] in ("replay", "learner") and not resume else [],
+            environment=self._environment,
+            log_path=self._folder / "logs" / f"{name}.log",
+            metrics_ports=[_port_of(self._addresses[key]) for key in metrics_keys],
+        )
+        self._processes.append(process)
+        return process
+
+    def _start_with_metrics(self, name: str, role: str, options: list[str]) -> None:
+        key = f"{role}.metrics_listen"
+        self._addresses[key] = _free_address()
+        self._start(name, [role, *options], [], [key])
+        del self._addresses[key]
+
+    def _add_seconds(self, name: str, page: Page) -> None:
+        sums = self._seconds.setdefault(name, {})
+        for activity, seconds in page.activity_seconds().items():
+            sums[activity] = sums.get(activity, 0.0) + seconds
+
+    def _is_serving(self, address: str) -> bool:
+        with open_channel(address, self._config.rpc) as channel:
+            try:
+                with raising(address):
+                    answer = health_pb2_grpc.HealthStub(channel).Check(
+                        health_pb2.HealthCheckRequest(), timeout=self._config.rpc.deadline_seconds
+                    )
+            except UnavailableError:
+                return False
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _open_folder(config: Config, resume: bool) -> Path:
+    folder = config.run_folder
+    if resume and not (folder / "config.yaml").exists():
+        raise NotFoundError(
+            f"{folder} has no run to resume: expected its config.yaml there; runs lie in {config.run.directory}/"
+        )
+    if not resume and folder.exists() and any(folder.iterdir()):
+        raise ConflictError(
+            f"the folder {folder} is in use: expected a new run; go on with it by --resume, or choose another run.id"
+        )
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    partial = folder / "config.yaml.tmp"
+    partial.write_text(settings.dump(config), encoding="utf-8")
+    os.replace(partial, folder / "config.yaml")
+    return folder
+
+
+@contextmanager
+def _embedded(folder: Path) -> Iterator[EmbeddedRedis]:
+    redis = EmbeddedRedis.start(folder / "redis")
+    try:
+        yield redis
+    finally:
+        redis.stop()
+
+
+def _choose_addresses(config: Config) -> dict[str, str]:
+    """Where everything listens: any free port where the configuration keeps its default."""
+    default, addresses = Config(), {}
+    for key in _ADDRESS_KEYS:
+        section, name = key.split(".")
+        address = getattr(getattr(config, section), name)
+        if address == getattr(getattr(default, section), name) or _port_of(address) == 0:
+            address = _free_address()
+        addresses[key] = address
+    addresses["replay.address"] = addresses["replay.listen"]
+    addresses["learner.address"] = addresses["learner.listen"]
+    return addresses
+
+
+def _free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def _port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])

@@ -1,0 +1,125 @@
+"""How a run goes, in one look: computed from what the services say on /metrics."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from paceline.config import Config
+from paceline.local.scrape import Page
+
+RATE_SECONDS = 10.0
+"""Rates are taken over so long."""
+
+SYNC_ACTIVITIES = ("publishing", "snapshot_apply")
+"""What counts as weight synchronisation in the loops of learner and collectors."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Figures of one moment; None where a figure is not known yet."""
+
+    seconds: float
+    environment_steps: int | None
+    environment_step_limit: int
+    steps_per_second: float | None
+    learner_step: int | None
+    updates_per_second: float | None
+    update_ratio: float | None
+    episode_return: float | None
+    evaluation_return: float | None
+    published_version: int | None
+    applied_versions: Mapping[str, int]
+    lag_p50: float | None
+    lag_p99: float | None
+    collector_sync_share: float | None
+    learner_sync_share: float | None
+    replay_rows: int | None
+    replay_capacity: int
+    waiting: str | None
+    """Which side of the limiter waits now."""
+
+    @property
+    def share_done(self) -> float:
+        """0 to 1, by environment steps."""
+        return min((self.environment_steps or 0) / self.environment_step_limit, 1.0)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the present rate."""
+        if not self.steps_per_second or self.environment_steps is None:
+            return None
+        return max(self.environment_step_limit - self.environment_steps, 0) / self.steps_per_second
+
+
+class StatusReader:
+    """Reads the pages and keeps what rates need."""
+
+    def __init__(self, config: Config, read_pages: Callable[[], Mapping[str, Page]]) -> None:
+        self._config, self._read_pages = config, read_pages
+        self._started = time.monotonic()
+        self._history: deque[tuple[float, float | None, float | None]] = deque()
+
+    def read(self) -> RunStatus:
+        """The status now."""
+        pages, now = self._read_pages(), time.monotonic()
+        learner, replay = pages.get("learner", Page()), pages.get("replay", Page())
+        collectors = [page for name, page in pages.items() if name.startswith("collector")]
+        steps = learner.value("paceline_learner_environment_steps")
+        updates = learner.value("paceline_learner_step")
+        self._history.append((now, steps, updates))
+        while now - self._history[0][0] > RATE_SECONDS and len(self._history) > 2:
+            self._history.popleft()
+        table = self._config.learner.table
+        return RunStatus(
+            seconds=now - self._started,
+            environment_steps=_whole(steps),
+            environment_step_limit=self._config.run.environment_steps,
+            steps_per_second=self._rate(1),
+            learner_step=_whole(updates),
+            updates_per_second=self._rate(2),
+            update_ratio=learner.value("paceline_learner_update_ratio"),
+            episode_return=learner.value("paceline_learner_recent_episode_return"),
+            evaluation_return=learner.value("paceline_learner_evaluation_return"),
+            published_version=_whole(learner.value("paceline_learner_published_version")),
+            applied_versions={
+                index: int(version)
+                for index, version in learner.by_label("paceline_learner_applied_version", "collector").items()
+            },
+            lag_p50=learner.quantile("paceline_learner_training_lag_versions", 0.5),
+            lag_p99=learner.quantile("paceline_learner_training_lag_versions", 0.99),
+            collector_sync_share=_sync_share(collectors),
+            learner_sync_share=_sync_share([learner]),
+            replay_rows=_whole(replay.value("paceline_replay_rows", table=table)),
+            replay_capacity=self._config.replay.tables[table].capacity_rows,
+            waiting=next(
+                (
+                    side
+                    for side, waiting in replay.by_label("paceline_replay_limiter_waiting", "side").items()
+                    if waiting
+                ),
+                None,
+            ),
+        )
+
+    def _rate(self, column: int) -> float | None:
+        known = [(entry[0], entry[column]) for entry in self._history if entry[column] is not None]
+        if len(known) < 2 or known[-1][0] == known[0][0]:
+            return None
+        first, last = known[0][1], known[-1][1]
+        return ((last or 0.0) - (first or 0.0)) / (known[-1][0] - known[0][0])
+
+
+def _sync_share(pages: list[Page]) -> float | None:
+    seconds: dict[str, float] = {}
+    for page in pages:
+        for activity, value in page.activity_seconds().items():
+            seconds[activity] = seconds.get(activity, 0.0) + value
+    whole = sum(seconds.values())
+    return sum(seconds.get(activity, 0.0) for activity in SYNC_ACTIVITIES) / whole if whole else None
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)

@@ -1,0 +1,266 @@
+"""Keeps a replica near the learner: asks for newer snapshots, verifies them, lays them ready for the acting thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from paceline.config import RpcConfig
+from paceline.errors import (
+    ActorSemanticsError,
+    InvalidInputError,
+    PacelineError,
+    SnapshotError,
+)
+from paceline.identity import PROTOCOL_VERSION, PolicyIdentity, is_newer, require_same_run
+from paceline.process import StopSignal
+from paceline.replica.metrics import ReplicaMetrics
+from paceline.rpc.client import Backoff
+from paceline.rpc.status import raising
+from paceline.rpc.wire import identity_from_wire, identity_to_wire, snapshot_header_from_wire
+from paceline.snapshot import SnapshotHeader, StagedActor
+from paceline.telemetry import get_logger
+from paceline.v1 import parameters_pb2, parameters_pb2_grpc
+
+_STOP_CHECK_SECONDS = 0.2
+"""How late a wait may notice the stop signal, which wakes nobody."""
+
+
+@dataclass(frozen=True)
+class ReplicaOwner:
+    """The collector whose lag the learner watches, from RunService.Join."""
+
+    collector_index: int
+    collector_incarnation: int
+
+
+class SnapshotPoller:
+    """Polls ParameterService on a thread of its own; the acting thread calls `apply_if_ready` between two steps.
+
+    Weights and version change together, whole or not at all, and only forwards. Whatever goes wrong on the way, the
+    last good snapshot acts on; what no repeat would mend (another run, protocol version or actor) is raised to the
+    acting thread.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        staged: StagedActor,
+        *,
+        run_id: str,
+        rpc: RpcConfig,
+        poll_seconds: float,
+        metrics: ReplicaMetrics,
+        owner: ReplicaOwner | None = None,
+        every_versions: int = 1,
+    ) -> None:
+        """Poll for snapshots into `staged`.
+
+        Args:
+            poll_seconds: how long the learner may hold a poll until there is something newer.
+            owner: None for a replica that is not a collector's.
+            every_versions: ask for each n-th version only; the last one of a finished run comes in any case.
+        """
+        self._stub = parameters_pb2_grpc.ParameterServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._staged, self._run_id, self._metrics, self._owner = staged, run_id, metrics, owner
+        self._poll_seconds, self._every = poll_seconds, every_versions
+        self._deadline_seconds = poll_seconds + rpc.deadline_seconds
+        self._backoff, self._log = Backoff(rpc), get_logger()
+        self._closing = StopSignal()
+        self._changed = threading.Condition()
+        self._call: grpc.Call | None = None
+        self._failure: PacelineError | None = None
+        self._held: PolicyIdentity | None = None
+        self._ready = self._finished = self._outage = False
+        self._thread = threading.Thread(target=self._run, name="snapshot-poller", daemon=True)
+        self.known: PolicyIdentity | None = None
+        """The newest snapshot that the learner told of."""
+        self.applied: SnapshotHeader | None = None
+        """The snapshot that acts; changes in `apply_if_ready` only."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the learner said that the run reached its end."""
+        return self._finished
+
+    def start(self) -> None:
+        """Begin to poll."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the poll in progress, and the thread."""
+        self._closing.set()
+        with self._changed:
+            if self._call is not None:
+                self._call.cancel()
+        if self._thread.is_alive():
+            self._thread.join(self._deadline_seconds)
+
+    def apply_if_ready(self) -> bool:
+        """Bring what is laid ready into the live actor; whether there was something. Never waits.
+
+        Raises:
+            RunMismatchError, ProtocolMismatchError, ActorSemanticsError: no snapshot will ever fit.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if not self._ready:
+            return False
+        began = time.perf_counter()
+        header = self._staged.apply()
+        if header is None:
+            return False  # the next one is being written; it comes with the next call
+        self.applied = header
+        with self._changed:
+            self._ready = self._held != header.identity
+        self._metrics.apply_seconds.observe(time.perf_counter() - began)
+        self._metrics.set_applied_version(header.identity.version)
+        return True
+
+    def wait_until_ready(self, stop: StopSignal) -> bool:
+        """Wait until a snapshot lies ready, the last one of a finished run was fetched, or the stop: whether one lies ready.
+
+        Ends with the stop only, as long as the learner is away; the thread's log line says why.
+        """
+        with self._changed:
+            while not (self._ready or self._failure or stop.is_set() or not self._thread.is_alive()):
+                self._changed.wait(_STOP_CHECK_SECONDS)
+            return self._ready or self._failure is not None
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            began = time.monotonic()
+            try:
+                changed = self._poll()
+            except PacelineError as error:
+                if self._closing.is_set():
+                    return
+                if isinstance(error, ActorSemanticsError) or (
+                    isinstance(error, InvalidInputError) and not isinstance(error, SnapshotError)
+                ):
+                    self._fail(error)
+                    return
+                self._note_outage(error)
+                self._closing.wait(self._backoff.next_seconds())
+                continue
+            except Exception as error:
+                # The one boundary of this thread: its end must end the process, not freeze the policy unnoticed.
+                self._log.error("snapshot_poller_failed", exc_info=error)
+                self._fail(PacelineError(f"the snapshot poller failed: {type(error).__name__}: {error}"))
+                return
+            self._note_success()
+            if self._finished and not changed:
+                with self._changed:
+                    self._changed.notify_all()
+                return
+            if not changed and time.monotonic() - began < self._poll_seconds / 2:
+                # Answered early without news: never ask in a tight loop.
+                self._closing.wait(self._backoff.next_seconds())
+
+    def _poll(self) -> bool:
+        """Ask once; whether a newer snapshot was laid ready, or the end of the run became known."""
+        request = parameters_pb2.GetSnapshotRequest(
+            run_id=self._run_id,
+            protocol_version=PROTOCOL_VERSION,
+            wait=Duration(
+                nanos=0 if self._finished else round(self._poll_seconds % 1 * 1e9),
+                seconds=0 if self._finished else int(self._poll_seconds),
+            ),
+            at_least_version=self._next_wanted(),
+        )
+        if self._held is not None:
+            request.have.CopyFrom(identity_to_wire(self._held))
+        if self._owner is not None:
+            request.replica.collector_index = self._owner.collector_index
+            request.replica.collector_incarnation = self._owner.collector_incarnation
+            if self.applied is not None:
+                request.replica.applied.CopyFrom(identity_to_wire(self.applied.identity))
+        with raising("the learner's parameter service"):
+            call = self._stub.GetSnapshot(request, timeout=self._deadline_seconds)
+            with self._changed:
+                self._call = call
+                if self._closing.is_set():
+                    call.cancel()
+            first = next(iter(call), None)
+        if first is None:
+            raise SnapshotError("the learner ended its answer before it began: expected a header or not_modified")
+        if first.WhichOneof("part") == "not_modified":
+            if first.not_modified.HasField("newest"):
+                self._note_known(identity_from_wire(first.not_modified.newest))
+            return self._note_state(first.not_modified.run_state)
+        try:
+            with raising("the learner's parameter service"):
+                return self._take(first.header, call)
+        except PacelineError:
+            if not self._closing.is_set():
+                self._metrics.apply_failures.inc()
+            raise
+        finally:
+            call.cancel()
+
+    def _take(self, message: parameters_pb2.SnapshotHeader, call: grpc.Call) -> bool:
+        """Receive, verify and stage one snapshot; whether anything changed."""
+        header = snapshot_header_from_wire(message)
+        require_same_run(self._run_id, header.run_id)
+        self._note_known(header.identity)
+        # Before its bytes are received: what cannot fit is not worth a transfer.
+        self._staged.require_fits(header)
+        if is_newer(header.identity, self._held):
+            began = time.perf_counter()
+            payload = bytearray()
+            for part in call:
+                payload += part.chunk
+                if len(payload) > header.payload_bytes:
+                    raise SnapshotError(
+                        f"snapshot {header.identity} goes on after {header.payload_bytes} bytes, which its header claims"
+                    )
+            received = time.perf_counter()
+            self._staged.stage(header, payload)
+            self._metrics.fetch_seconds.observe(received - began)
+            self._metrics.stage_seconds.observe(time.perf_counter() - received)
+            with self._changed:
+                self._held, self._ready = header.identity, True
+                self._changed.notify_all()
+            self._note_state(message.run_state)
+            return True
+        return self._note_state(message.run_state)
+
+    def _next_wanted(self) -> int:
+        """The lowest version worth sending; 0: any."""
+        if self._every == 1 or self._finished:
+            return 0
+        return ((0 if self._held is None else self._held.version) // self._every + 1) * self._every
+
+    def _note_known(self, identity: PolicyIdentity) -> None:
+        if is_newer(identity, self.known):
+            self.known = identity
+            self._metrics.set_known_version(identity.version)
+
+    def _note_state(self, run_state: parameters_pb2.RunState) -> bool:
+        """Whether the end of the run became known now."""
+        if run_state != parameters_pb2.RUN_STATE_FINISHED or self._finished:
+            return False
+        self._finished = True
+        self._log.info("run_finished", known=str(self.known))
+        return True
+
+    def _note_outage(self, error: PacelineError) -> None:
+        self._metrics.poll_failures.inc()
+        if not self._outage:
+            self._outage = True
+            self._log.warning("snapshot_polls_failing", reason=str(error), acting_with=str(self._held))
+
+    def _note_success(self) -> None:
+        self._backoff.reset()
+        if self._outage:
+            self._outage = False
+            self._log.info("snapshot_polls_recovered", known=str(self.known))
+
+    def _fail(self, error: PacelineError) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()

@@ -1,0 +1,194 @@
+"""When a table lets inserts and samples pass.
+
+Let deviation = (inserted - min_rows) * samples_per_insert - sampled, in sampled rows. It is kept within half a window
+to either side of 0: inserts wait at the upper edge, samples at the lower one, and samples wait for `min_rows` first.
+When the table has all the rows it will ever get, samples run free: no insert could release them any more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from paceline.errors import ConfigError, InvalidInputError, LimiterTimeoutError, PacelineError
+
+Ended = Callable[[], PacelineError | None]
+"""Why a wait must end now (the caller is gone, the service stops), or None."""
+
+
+@dataclass(frozen=True)
+class LimiterSettings:
+    """What a limiter holds. `samples_per_insert` and `window_rows` are both None where the ratio runs free."""
+
+    min_rows: int
+    samples_per_insert: float | None
+    window_rows: float | None
+    deadline_seconds: float
+
+    def __post_init__(self) -> None:
+        if (self.samples_per_insert is None) != (self.window_rows is None):
+            raise ConfigError(
+                f"samples_per_insert is {self.samples_per_insert} and window_rows {self.window_rows}: "
+                "expected both, or neither where the ratio runs free"
+            )
+
+    def require_room(self, *, batch_rows: int, block_rows: int) -> None:
+        """Raise ConfigError, with the smallest valid window, if some state would hold both sides back for ever."""
+        if self.samples_per_insert is None or self.window_rows is None:
+            return
+        # Both wait where w/2 - block * ratio < deviation < batch - w/2: impossible from this width on.
+        smallest = batch_rows + math.ceil(block_rows * self.samples_per_insert)
+        if self.window_rows < smallest:
+            raise ConfigError(
+                f"limiter window_rows is {self.window_rows:g}: expected at least {smallest}, one batch of "
+                f"{batch_rows} rows and one block of {block_rows} rows sampled {self.samples_per_insert:g} times each, "
+                "or both sides wait for each other"
+            )
+
+    def to_json(self) -> str:
+        """Canonical JSON, to compare with what an earlier process stored."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+class Limiter:
+    """The limiter of one table, shared by all its streams. Waits end at the deadline, at `ended`, or when released."""
+
+    def __init__(self, table: str, settings: LimiterSettings, *, inserted: int = 0, sampled: int = 0) -> None:
+        self.settings = settings
+        self._table = table
+        self._changed = threading.Condition()
+        self._inserted, self._sampled = inserted, sampled
+        self._reserved = 0
+        self._complete = False
+
+    @property
+    def inserted(self) -> int:
+        """Rows ever inserted."""
+        return self._inserted
+
+    @property
+    def sampled(self) -> int:
+        """Rows ever sampled."""
+        return self._sampled
+
+    def reserve_insert(self, row_count: int, ended: Ended) -> None:
+        """Wait until `row_count` rows may be inserted, and set them aside; then `settle_insert` must follow.
+
+        Raises:
+            InvalidInputError: no state of the window would let so many rows pass.
+            LimiterTimeoutError: the deadline came first; the message says what it waited for.
+            PacelineError: what `ended` gave.
+        """
+        ratio, window = self.settings.samples_per_insert, self.settings.window_rows
+        if ratio is not None and window is not None and row_count * ratio > window:
+            raise InvalidInputError(
+                f"a block of {row_count} rows, each sampled {ratio:g} times: expected at most "
+                f"{int(window / ratio)} rows, what limiter.window_rows = {window:g} lets pass at once"
+            )
+        with self._changed:
+            self._wait(lambda: self._missing_samples(row_count) <= 0, lambda: self._why_insert(row_count), ended)
+            self._reserved += row_count
+
+    def settle_insert(self, reserved: int, stored: int) -> None:
+        """Of `reserved` rows `stored` were inserted (0: none, the insert failed or was a repeat)."""
+        with self._changed:
+            self._reserved -= reserved
+            self._inserted += stored
+            self._changed.notify_all()
+
+    def grant_samples(self, batch_size: int, batch_count: int, ended: Ended, *, wait: bool = True) -> int:
+        """How many of `batch_count` batches may be sampled now; they count as sampled.
+
+        Waits for the first one, unless `wait` is False: then the answer may be 0.
+
+        Raises:
+            InvalidInputError: no state of the window would let such a batch pass.
+            LimiterTimeoutError: the deadline came first; the message says what it waited for.
+            PacelineError: what `ended` gave.
+        """
+        window = self.settings.window_rows
+        if window is not None and batch_size > window:
+            raise InvalidInputError(
+                f"a batch of {batch_size} rows: expected at most {window:g}, what limiter.window_rows lets pass at once"
+            )
+        with self._changed:
+            if wait:
+                self._wait(lambda: self._free_batches(batch_size) > 0, lambda: self._why_sample(batch_size), ended)
+            granted = int(min(batch_count, self._free_batches(batch_size)))
+            if granted:
+                self._sampled += granted * batch_size
+                self._changed.notify_all()
+            return granted
+
+    def restore(self, *, inserted: int, sampled: int) -> None:
+        """Set the counters to what the record says; the settings stay as they are configured."""
+        with self._changed:
+            self._inserted, self._sampled = inserted, sampled
+            self._changed.notify_all()
+
+    def complete(self) -> None:
+        """No further row will be inserted: from now on samples run free."""
+        with self._changed:
+            self._complete = True
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Have every wait look at its `ended` now."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _missing_samples(self, row_count: int) -> float:
+        """Sampled rows that must come before a block of `row_count` rows may pass; 0 or less: it may."""
+        ratio, window = self.settings.samples_per_insert, self.settings.window_rows
+        if ratio is None or window is None:
+            return 0
+        inserted = self._inserted + self._reserved + row_count
+        return (inserted - self.settings.min_rows) * ratio - self._sampled - window / 2
+
+    def _free_batches(self, batch_size: int) -> float:
+        if self._complete:
+            return math.inf
+        if self._inserted < self.settings.min_rows:
+            return 0
+        ratio, window = self.settings.samples_per_insert, self.settings.window_rows
+        if ratio is None or window is None:
+            return math.inf
+        deviation = (self._inserted - self.settings.min_rows) * ratio - self._sampled
+        return max(0, (deviation + window / 2) // batch_size)
+
+    def _wait(self, free: Callable[[], bool], why: Callable[[], str], ended: Ended) -> None:
+        until = time.monotonic() + self.settings.deadline_seconds
+        while not free():
+            error = ended()
+            if error is not None:
+                raise error
+            seconds = until - time.monotonic()
+            if seconds <= 0:
+                raise LimiterTimeoutError(why())
+            self._changed.wait(seconds)
+
+    def _why_insert(self, row_count: int) -> str:
+        return (
+            f"append to table {self._table!r} was held back for {self.settings.deadline_seconds:g} s: "
+            f"{self._inserted} rows are inserted and {self._sampled} sampled; before {row_count} more rows fit, "
+            f"{math.ceil(self._missing_samples(row_count))} rows must be sampled "
+            f"(samples_per_insert {self.settings.samples_per_insert:g}, window {self.settings.window_rows:g} rows). "
+            "It waits for the learner to sample; ask again"
+        )
+
+    def _why_sample(self, batch_size: int) -> str:
+        waited = f"sample of table {self._table!r} was held back for {self.settings.deadline_seconds:g} s: "
+        if self._inserted < self.settings.min_rows:
+            return (
+                f"{waited}{self._inserted} of the {self.settings.min_rows} rows needed before the first sample are "
+                "inserted. It waits for collectors to append; ask again"
+            )
+        return (
+            f"{waited}{self._inserted} rows are inserted and {self._sampled} sampled, and a batch of {batch_size} "
+            f"would overstep the window ({self.settings.window_rows:g} rows around samples_per_insert "
+            f"{self.settings.samples_per_insert:g}). It waits for collectors to append; ask again"
+        )

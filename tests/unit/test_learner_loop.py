@@ -1,0 +1,179 @@
+"""The budget of updates, and the loop against a scripted source and a tiny algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from paceline import config as settings
+from paceline.errors import DeadlineError, NonFiniteError
+from paceline.learner.algorithms import TransitionBatch
+from paceline.learner.loop import Budget, Loop, Progress
+from paceline.learner.metrics import LearnerMetrics
+from paceline.learner.sources import Batch
+from paceline.process import StopSignal
+from paceline.rows import Block, Column, transition_spec
+
+SPEC = transition_spec(Column("observation", "float32", (3,)), Column("action", "float32", (1,)))
+
+
+class ScriptedSource:
+    """Batches of rows stamped with the given version, one new row for each batch."""
+
+    def __init__(self, inserted: int, version: int = 1) -> None:
+        self.inserted, self.version = inserted, version
+
+    def next_batch(self, seconds: float) -> Batch:
+        if self.inserted < 0:
+            raise DeadlineError(f"no batch within {seconds} s: the limiter holds samples back")
+        block = Block.empty(SPEC, 4)
+        block.columns["policy_version"] = self.version
+        batch = Batch(block.data, table_row_count=self.inserted, inserted_row_count=self.inserted)
+        self.inserted += 1
+        return batch
+
+    def close(self) -> None: ...
+
+
+class CountingAlgorithm:
+    def __init__(self) -> None:
+        self.update_count, self.finite = 0, True
+
+    def update(self, batch: TransitionBatch) -> Mapping[str, torch.Tensor]:
+        self.update_count += 1
+        return {"critic_loss": torch.tensor(1.0)}
+
+    def check_finite(self) -> None:
+        if not self.finite:
+            raise NonFiniteError("actor.weight has a NaN")
+
+
+class Run:
+    """A loop with everything that it hands on."""
+
+    def __init__(self, source: ScriptedSource, budget: Budget, algorithm: CountingAlgorithm | None = None) -> None:
+        self.published: list[Progress] = []
+        self.checkpoints: list[Progress] = []
+        self.records: list[Mapping[str, Any]] = []
+        self.registry = CollectorRegistry()
+        self.metrics = LearnerMetrics(self.registry)
+        self.algorithm = algorithm or CountingAlgorithm()
+        self.loop = Loop(
+            settings.build({"learner": {"publish_every_updates": 5, "checkpoint": {"every_updates": 20}}}),
+            algorithm=self.algorithm,
+            source=source,
+            spec=SPEC,
+            budget=budget,
+            incarnation=1,
+            metrics=self.metrics,
+            publish=self.published.append,
+            checkpoint=self.checkpoints.append,
+            record=self.records.append,
+            check_endpoint=lambda: None,
+        )
+
+
+def budget(limit: int, *, start: Progress | None = None, learning_starts: int = 0, ratio: float | None = 1.0) -> Budget:
+    return Budget(limit, ratio, start or Progress(), learning_starts)
+
+
+def test_a_run_ends_when_its_steps_are_stored_and_every_update_they_ask_for_is_done():
+    run = Run(ScriptedSource(inserted=100), budget(110, learning_starts=100))
+    # The source stores a row for each batch, up to 110 and beyond: ten steps ask for ten updates.
+    assert run.loop.run(StopSignal())
+    assert run.algorithm.update_count == 11
+    assert run.loop.progress.environment_steps == 110
+
+
+def test_a_fractional_ratio_rounds_down():
+    assert budget(1000, learning_starts=100, ratio=0.25).updates_due(103) == 0
+    assert budget(1000, learning_starts=100, ratio=0.25).updates_due(104) == 1
+
+
+def test_a_run_resumed_with_an_empty_replay_owes_nothing_for_the_steps_before():
+    stopped = Progress(learner_step=4000, environment_steps=5000, policy_version=400)
+    start = stopped.beside(inserted_row_count=0)
+    resumed = Budget(6000, 0.8, start, learning_starts=5000)
+    assert resumed.updates_due(5500) == 400
+    assert start.step_offset == 5000
+
+
+def test_a_run_resumed_beside_its_full_replay_goes_on_with_replays_own_count():
+    assert Progress(environment_steps=5000).beside(inserted_row_count=5200).step_offset == 0
+
+
+def test_steps_lost_with_a_store_stay_counted_over_two_resumes():
+    once = Progress(environment_steps=5000).beside(inserted_row_count=0)
+    twice = replace(once, environment_steps=6000).beside(inserted_row_count=1000)
+    assert twice.step_offset == 5000
+
+
+def test_the_reported_step_goes_on_from_the_checkpoint_after_the_store_was_lost():
+    start = Progress(learner_step=4000, environment_steps=5000).beside(0)
+    run = Run(ScriptedSource(inserted=500), budget(5510, start=start, learning_starts=5500))
+    assert run.loop.run(StopSignal())
+    assert run.loop.progress.environment_steps == 5510
+
+
+def test_snapshots_come_before_the_first_update_and_then_every_fifth_and_at_the_end():
+    run = Run(ScriptedSource(inserted=0), budget(12))
+    run.loop.run(StopSignal())
+    assert [progress.learner_step for progress in run.published] == [0, 5, 10, 13]
+    assert [progress.policy_version for progress in run.published] == [1, 2, 3, 4]
+
+
+def test_versions_go_on_above_the_last_durable_one():
+    run = Run(ScriptedSource(inserted=0), budget(1, start=Progress(policy_version=41)))
+    run.loop.run(StopSignal())
+    assert run.published[0].policy_version == 42
+
+
+def test_nothing_that_is_not_finite_is_published_or_saved():
+    algorithm = CountingAlgorithm()
+    algorithm.finite = False
+    run = Run(ScriptedSource(inserted=0), budget(12), algorithm)
+    with pytest.raises(NonFiniteError, match=r"actor\.weight"):
+        run.loop.run(StopSignal())
+    assert run.published == []
+    assert run.checkpoints == []
+
+
+def test_a_stop_while_no_rows_come_ends_the_loop_with_a_checkpoint_at_the_last_update():
+    run = Run(ScriptedSource(inserted=-1), budget(12))
+    stop = StopSignal()
+    stop.set()
+    assert not run.loop.run(stop)
+    assert run.checkpoints[-1] == run.loop.progress
+
+
+def test_training_lag_counts_every_row_by_the_version_behind():
+    run = Run(ScriptedSource(inserted=0, version=1), budget(7))
+    run.loop.run(StopSignal())
+    # Versions 1 while updates 1-5 ran, then 2 for 6-8: 5 batches of 4 rows at lag 0, 3 batches at lag 1.
+    assert run.metrics.training_lag_versions.counts() == {"0": 20, "1": 12}
+
+
+def test_lag_is_absent_before_the_first_row():
+    registry = CollectorRegistry()
+    LearnerMetrics(registry)
+    assert registry.get_sample_value("paceline_learner_training_lag_versions_count") is None
+    assert registry.get_sample_value("paceline_learner_policy_version") is None
+
+
+def test_time_spent_sums_to_the_time_that_passed():
+    run = Run(ScriptedSource(inserted=0), budget(50))
+    run.loop.run(StopSignal())
+    seconds = [
+        sample.value
+        for metric in run.registry.collect()
+        for sample in metric.samples
+        if sample.name == "paceline_learner_activity_seconds_total"
+    ]
+    assert np.sum(seconds) > 0
+    assert all(value >= 0 for value in seconds)
