@@ -121,9 +121,13 @@ def show_config(
     path: ConfigPath = None,
     overrides: Overrides = None,
     check: Annotated[bool, typer.Option("--check", help="Only say whether the settings are right.")] = False,
+    describe: Annotated[bool, typer.Option("--describe", help="Print every key with default and meaning.")] = False,
 ) -> None:
     """Print the resolved settings as YAML, passwords hidden."""
     with _explained():
+        if describe:
+            print(config.describe(), end="")
+            return
         settings = _load(path, overrides)
         print("The settings are right." if check else config.dump(settings), end="\n" if check else "")
 

@@ -8,6 +8,7 @@ go through the one path of `_set_path`, which is why pydantic-settings is not us
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from pydantic import (
     field_serializer,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from paceline.errors import ConfigError
 
@@ -366,7 +368,7 @@ def build(tree: Mapping[str, Any], *, source: str = "the settings") -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         lines = [_explain(problem) for problem in error.errors()]
-        raise ConfigError("\n".join([f"{source} has {len(lines)} wrong setting(s):", *lines])) from None
+        raise ConfigError("\n".join([f"{len(lines)} wrong setting(s) in {source}:", *lines])) from None
 
 
 def with_run_id(config: Config, run_id: str) -> Config:
@@ -379,9 +381,30 @@ def dump(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def redact_url(url: str) -> str:
-    """The URL with its password replaced by ***."""
-    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)
+def describe() -> str:
+    """Every setting as Markdown, one table per section: key, default, meaning. README holds it, and a test compares."""
+    lines: list[str] = []
+    for section, top in Config.model_fields.items():
+        assert isinstance(top.annotation, type)
+        lines += [
+            "",
+            f"**{section}**: {top.annotation.__doc__}",
+            "",
+            "| key | default | meaning |",
+            "| --- | --- | --- |",
+        ]
+        for key, field, is_section in _settings_of(top.annotation, f"{section}.", "NAME"):
+            if not is_section:
+                default = json.dumps(field.default, default=str)
+                lines.append(f"| `{key}` | `{default}` | {' '.join((field.description or '').split())} |")
+    return "\n".join(lines).strip() + "\n"
+
+
+def redact_url(text: str) -> str:
+    """The text with the password of each URL in it replaced by ***: `user:password@`, or `?password=`."""
+    # Up to the last @: a password may hold one.
+    without = re.sub(r"(://[^:/@\s]*):\S*@", r"\1:***@", text)
+    return re.sub(r"([?&]password=)[^&\s'\"]*", r"\1***", without)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -422,14 +445,15 @@ def _set_path(tree: dict[str, Any], key: str, value: Any, *, source: str) -> Non
 def _explain(problem: Mapping[str, Any]) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location) or "(whole file)"
+    # A URL may stand under a misspelt key, too.
+    shown = "***" if location[-1:] == ["redis_url"] else redact_url(repr(problem["input"]))
     if problem["type"] == "extra_forbidden":
         nearest = difflib.get_close_matches(key, list(_known_keys(location)), n=1, cutoff=0.5)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        return f"  {key}: unknown key (value {problem['input']!r}){hint}"
+        return f"  {key}: unknown key (value {shown}){hint}"
     if problem["type"] == "value_error" and not location:
         return f"  {problem['ctx']['error']!s}"
     message = problem["msg"].removeprefix("Value error, ")
-    shown = "***" if location[-1:] == ["redis_url"] else repr(problem["input"])
     return f"  {key}: {shown}: {message[0].lower()}{message[1:]}"
 
 
@@ -441,11 +465,18 @@ def _known_keys(location: Iterable[str]) -> Iterator[str]:
 
 
 def _keys_of(model: type[BaseModel], prefix: str, table: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        key = f"{prefix}{name}"
+    for key, _, _ in _settings_of(model, prefix, table):
         yield key
-        annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield from _keys_of(annotation, f"{key}.", table)
-        elif TableConfig in get_args(annotation):
-            yield from _keys_of(TableConfig, f"{key}.{table}.", table)
+
+
+def _settings_of(model: type[BaseModel], prefix: str, table: str) -> Iterator[tuple[str, FieldInfo, bool]]:
+    """Every dotted key below a model, with its field, and whether it is a section."""
+    for name, field in model.model_fields.items():
+        key, annotation = f"{prefix}{name}", field.annotation
+        section = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+        is_table = TableConfig in get_args(annotation)
+        yield key, field, section is not None or is_table
+        if section is not None:
+            yield from _settings_of(section, f"{key}.", table)
+        elif is_table:
+            yield from _settings_of(TableConfig, f"{key}.{table}.", table)

@@ -79,6 +79,10 @@ class TooManyStreamsError(PacelineError):
     """Every stream that the server admits is open; worth a retry later."""
 
 
+class RunFullError(PacelineError):
+    """Every index of the run is taken; worth a retry later, when one that died is free."""
+
+
 class EnvironmentFaultError(PacelineError):
     """An environment raised, or returned what it must not; names the environment, step and seed."""
 

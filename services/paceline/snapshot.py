@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -83,15 +82,15 @@ class SnapshotHeader:
             raise SnapshotError(f"a snapshot's SHA-256 has {len(self.payload_sha256)} bytes: expected 32")
 
 
-def describe(actor: torch.nn.Module) -> tuple[TensorDescription, ...]:
+def describe(actor: Actor) -> tuple[TensorDescription, ...]:
     """Every parameter and buffer of the actor, in its own order."""
     return tuple(
         TensorDescription(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in _tensors(actor)
+        for name, tensor in actor.named_tensors()
     )
 
 
-def pack_state(actor: torch.nn.Module) -> bytes:
+def pack_state(actor: Actor) -> bytes:
     """All parameters and buffers of the actor as safetensors, copied: later updates do not reach the bytes.
 
     Raises:
@@ -100,7 +99,7 @@ def pack_state(actor: torch.nn.Module) -> bytes:
     from safetensors.torch import save
 
     state = {}
-    for name, tensor in _tensors(actor):
+    for name, tensor in actor.named_tensors():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise NonFiniteError(
                 f"tensor {name!r} of the actor holds a NaN or an infinity: nothing of it is published; the last "
@@ -220,18 +219,12 @@ class StagedActor:
             self._lock.release()
 
 
-def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, then buffers, the non-persistent ones too: they act as well."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def _flatten(module: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Make the module's tensors views of one flat tensor per dtype; that, its double, and the views of the double."""
+def _flatten(actor: Actor) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Make the actor's tensors views of one flat tensor per dtype; that, its double, and the views of the double."""
     import torch
 
     groups: dict[torch.dtype, dict[str, torch.Tensor]] = {}
-    for name, tensor in _tensors(module):
+    for name, tensor in actor.named_tensors():
         groups.setdefault(tensor.dtype, {})[name] = tensor
     live, double, views = [], [], {}
     with torch.no_grad():

@@ -121,15 +121,15 @@ def test_the_reported_step_goes_on_from_the_checkpoint_after_the_store_was_lost(
     assert run.loop.progress.environment_steps == 5510
 
 
-def test_snapshots_come_before_the_first_update_and_then_every_fifth_and_at_the_end():
-    run = Run(ScriptedSource(inserted=0), budget(12))
+def test_snapshots_come_after_every_fifth_update_and_at_the_end():
+    run = Run(ScriptedSource(inserted=0), budget(12, start=Progress(policy_version=1)))
     run.loop.run(StopSignal())
-    assert [progress.learner_step for progress in run.published] == [0, 5, 10, 13]
-    assert [progress.policy_version for progress in run.published] == [1, 2, 3, 4]
+    assert [progress.learner_step for progress in run.published] == [5, 10, 13]
+    assert [progress.policy_version for progress in run.published] == [2, 3, 4]
 
 
 def test_versions_go_on_above_the_last_durable_one():
-    run = Run(ScriptedSource(inserted=0), budget(1, start=Progress(policy_version=41)))
+    run = Run(ScriptedSource(inserted=0), budget(6, start=Progress(policy_version=41)))
     run.loop.run(StopSignal())
     assert run.published[0].policy_version == 42
 
@@ -153,7 +153,7 @@ def test_a_stop_while_no_rows_come_ends_the_loop_with_a_checkpoint_at_the_last_u
 
 
 def test_training_lag_counts_every_row_by_the_version_behind():
-    run = Run(ScriptedSource(inserted=0, version=1), budget(7))
+    run = Run(ScriptedSource(inserted=0, version=1), budget(7, start=Progress(policy_version=1)))
     run.loop.run(StopSignal())
     # Versions 1 while updates 1-5 ran, then 2 for 6-8: 5 batches of 4 rows at lag 0, 3 batches at lag 1.
     assert run.metrics.training_lag_versions.counts() == {"0": 20, "1": 12}

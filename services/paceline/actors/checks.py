@@ -35,7 +35,7 @@ def check_actor(actor: Actor, semantics: ActorSemantics, rebuild: Callable[[], A
             f"the actor keeps a tensor or array in {stray!r}, which is neither a parameter nor a buffer and would not "
             "reach the collectors: register it with register_buffer"
         )
-    state = {name: tensor.detach().clone() for name, tensor in _tensors(actor)}
+    state = {name: tensor.detach().clone() for name, tensor in actor.named_tensors()}
     gradients = {name: parameter.grad for name, parameter in actor.named_parameters()}
     modes = {module: module.training for module in actor.modules()}
     try:
@@ -45,7 +45,7 @@ def check_actor(actor: Actor, semantics: ActorSemantics, rebuild: Callable[[], A
             _check_state_is_complete(actor, rebuild(), semantics)
     finally:
         with torch.no_grad():
-            for name, tensor in _tensors(actor):
+            for name, tensor in actor.named_tensors():
                 tensor.copy_(state[name])
         for name, parameter in actor.named_parameters():
             parameter.grad = gradients[name]
@@ -83,19 +83,14 @@ def _check_state_is_complete(actor: Actor, twin: Actor, semantics: ActorSemantic
     observation = _observation(actor, semantics)
     actor.update_statistics(observation * 5 + 50)
     actor(observation * 5 + 50, True)
-    theirs = dict(_tensors(twin))
-    if theirs.keys() != {name for name, _ in _tensors(actor)}:
+    theirs = dict(twin.named_tensors())
+    if theirs.keys() != {name for name, _ in actor.named_tensors()}:
         raise ActorSemanticsError("two actors of the same semantics have different parameters or buffers")
     with torch.no_grad():
-        for name, tensor in _tensors(actor):
+        for name, tensor in actor.named_tensors():
             theirs[name].copy_(tensor)
     mine, copied = (each.explore(observation, True)[0] for each in (actor, twin))
     _require_equal("an actor and its copy by parameters and buffers (state lies elsewhere)", copied, mine)
-
-
-def _tensors(actor: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from actor.named_parameters()
-    yield from actor.named_buffers()
 
 
 def _stray_tensors(actor: nn.Module) -> Iterator[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -129,6 +130,14 @@ class Actor(nn.Module, abc.ABC):
     @abc.abstractmethod
     def as_export_module(self) -> nn.Module:
         """A module of observation -> deterministic action, for evaluation elsewhere."""
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All that the actor is made of: parameters, then buffers, the non-persistent ones too, since they act as well.
+
+        The names are those of the plain actor, whether or not it or a part of it is wrapped by torch.compile.
+        """
+        for name, tensor in itertools.chain(self.named_parameters(), self.named_buffers()):
+            yield name.replace("_orig_mod.", ""), tensor
 
     def update_statistics(self, observation: Tensor) -> None:
         """Take a training batch into the actor's statistics, if it has any. Called by the learner alone."""

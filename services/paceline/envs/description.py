@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import math
 import warnings
 from collections.abc import Iterator
@@ -158,7 +159,10 @@ def _require_registered(environment_id: str) -> None:
     """Raise ConfigError unless Gymnasium knows the id; names the nearest that it knows."""
     try:
         with _warnings_logged(environment_id):
-            gymnasium.spec(environment_id)
+            module, has_module, name = environment_id.rpartition(":")
+            if has_module:
+                importlib.import_module(module)
+            gymnasium.spec(name)
     except (gymnasium.error.Error, ImportError, ValueError) as error:
         nearest = difflib.get_close_matches(environment_id, list(gymnasium.registry), n=3, cutoff=0.6)
         hint = f"did you mean {' or '.join(nearest)}?" if nearest else "no registered id is like it"

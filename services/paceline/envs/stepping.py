@@ -105,6 +105,11 @@ class Environments:
         """Number of environments."""
         return self._count
 
+    @property
+    def action_shape(self) -> tuple[int, ...]:
+        """[N, *action], what `step` takes."""
+        return (self._count, *self._description.action.shape)
+
     def reset(self, seeds: Sequence[int]) -> None:
         """Begin anew with these seeds; unfinished episodes are dropped. Raises EnvironmentFaultError."""
         self._seeds = tuple(seeds)
@@ -166,10 +171,13 @@ class Environments:
         """End the environments, and their processes, within CLOSE_DEADLINE_SECONDS."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Gymnasium warns of workers that are still in a step
-            if self._is_async:
-                self._vector.close(timeout=CLOSE_DEADLINE_SECONDS)
-            else:
+            if not self._is_async:
                 self._vector.close()
+                return
+            try:
+                self._vector.close(timeout=CLOSE_DEADLINE_SECONDS)
+            except (OSError, EOFError):  # one of the processes died before
+                self._vector.close(terminate=True)
 
     def _finish(self, ended: npt.NDArray[np.bool_], terminated: npt.NDArray[np.bool_]) -> tuple[FinishedEpisode, ...]:
         numbers = np.flatnonzero(ended)

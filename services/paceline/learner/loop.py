@@ -109,13 +109,11 @@ class Loop:
         self.progress = budget.start
 
     def run(self, stop: StopSignal) -> bool:
-        """Train; whether the run reached its end. Publishes and checkpoints once before the first update.
+        """Train; whether the run reached its end. Ends with a checkpoint, and at the run's end with a snapshot.
 
         Raises:
             NonFiniteError: a loss, gradient or weight is not finite; nothing of it was published.
         """
-        self.publish()
-        self.checkpoint()
         while not self._budget.is_spent(self.progress):
             batch = self._wait_for_batch(stop)
             if batch is None:
@@ -145,7 +143,6 @@ class Loop:
             following = replace(self.progress, policy_version=self.progress.policy_version + 1)
             self._publish_snapshot(following)
             self.progress = following
-            self._metrics.set_policy_version(following.policy_version)
 
     def checkpoint(self) -> None:
         """Write a checkpoint, if the state is finite."""

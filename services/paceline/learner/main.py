@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import torch
 from prometheus_client import CollectorRegistry
 
-from paceline.actors import SCHEMA_VERSION, Actor, ActorSemantics, build_actor, squashed_gaussian
+from paceline.actors import ActorSemantics, build_actor, squashed_gaussian_semantics
 from paceline.config import Config
-from paceline.envs import EnvironmentDescription, describe_environment
-from paceline.errors import PacelineError
+from paceline.envs import describe_environment
+from paceline.errors import CheckpointError, DeadlineError, PacelineError
+from paceline.identity import PolicyIdentity
 from paceline.learner.algorithms import Algorithm, build_algorithm
-from paceline.learner.checkpoint import Checkpoints
+from paceline.learner.checkpoint import Checkpoints, Counters
 from paceline.learner.endpoint import Endpoint
 from paceline.learner.ledger import Ledger
 from paceline.learner.loop import Budget, Loop, Progress
@@ -30,11 +31,9 @@ from paceline.snapshot import make_header, pack_state
 from paceline.telemetry import get_logger, serve_metrics
 from paceline.v1 import replay_pb2, replay_pb2_grpc
 
-log = get_logger()
-
 
 def run(config: Config, *, resume: bool, stop: StopSignal) -> None:
-    """Train until the run ends or the process is asked to stop; in both cases a checkpoint is written.
+    """Train until the run ends or the process is asked to stop; either way a checkpoint is written.
 
     Raises:
         ConflictError: the run is used and `resume` is not asked for, or another learner has it.
@@ -42,11 +41,233 @@ def run(config: Config, *, resume: bool, stop: StopSignal) -> None:
         NonFiniteError: a loss, gradient or weight is not finite; nothing of it was published or saved.
     """
     torch.set_num_threads(config.learner.threads)
+    environment = describe_environment(config.env, algorithm=config.learner.algorithm.name)
+    spec = transition_spec(environment.observation, environment.action)
+    semantics = squashed_gaussian_semantics(
+        environment.observation_dim,
+        hidden=config.learner.algorithm.hidden,
+        action_low=environment.action_low,
+        action_high=environment.action_high,
+    )
     registry = CollectorRegistry()
     metrics = LearnerMetrics(registry)
     server = serve_metrics(registry, config.learner.metrics_listen, "learner")
     try:
         with Ledger.open(config.run_folder, resume) as ledger:
-            _train(config, ledger, metrics, resume=resume, stop=stop)
+            _Training(config, ledger, spec, semantics, metrics, resume=resume).run(stop)
     finally:
         server.close()
+
+
+class _Training:
+    """One start of the learner: what the loop hands things to."""
+
+    def __init__(
+        self,
+        config: Config,
+        ledger: Ledger,
+        spec: RowSpec,
+        semantics: ActorSemantics,
+        metrics: LearnerMetrics,
+        *,
+        resume: bool,
+    ) -> None:
+        self._config, self._spec, self._semantics, self._metrics = config, spec, semantics, metrics
+        self._incarnation = ledger.incarnation
+        self._log = get_logger()
+        self._checkpoints = Checkpoints(
+            config.run_folder / "checkpoints",
+            run_id=config.run_id,
+            algorithm=config.learner.algorithm.name,
+            row_spec_digest=spec.digest,
+            actor_semantics=semantics,
+            keep=config.learner.checkpoint.keep,
+        )
+        self._algorithm = _build_algorithm(config, semantics)
+        # Versions go on above the last one that was served, which a checkpoint may be older than.
+        self._start = Progress(policy_version=ledger.last_version)
+        self._resumed = resume and self._restore(ledger.last_version)
+        self._endpoint: Endpoint
+
+    def run(self, stop: StopSignal) -> None:
+        """Train, with the endpoint beside."""
+        self._endpoint = Endpoint.start(
+            self._config,
+            incarnation=self._incarnation,
+            row_spec=self._spec,
+            actor_semantics_json=self._semantics.to_json(),
+            resumed_environment_steps=self._start.environment_steps,
+        )
+        try:
+            self._endpoint.record(
+                "start",
+                {
+                    "incarnation": self._incarnation,
+                    "resumed": self._resumed,
+                    "environment_steps": self._start.environment_steps,
+                    "learner_step": self._start.learner_step,
+                },
+            )
+            if not self._resumed:
+                # Whatever dies from here on, there is something to resume from.
+                self._checkpoint(self._start)
+            self._start = replace(self._start, policy_version=self._start.policy_version + 1)
+            # Served before replay is even asked for, so that nobody's readiness waits for anybody's.
+            self._publish(self._start)
+            with open_channel(self._config.replay.address, self._config.rpc) as channel:
+                try:
+                    inserted_rows = self._open_table(channel, stop)
+                except DeadlineError:
+                    if not stop.is_set():
+                        raise
+                    self._log.info("stopped_before_training")
+                    return
+                self._learn(channel, inserted_rows, stop)
+        finally:
+            self._endpoint.close()
+
+    def _learn(self, channel: grpc.Channel, inserted_rows: int, stop: StopSignal) -> None:
+        settings, table = self._config.learner, self._config.replay.tables[self._config.learner.table]
+        start = self._start.beside(inserted_rows)
+        source = SampleSource(
+            channel,
+            run_id=self._config.run_id,
+            table=settings.table,
+            spec=self._spec,
+            batch_size=settings.batch_size,
+            prefetch=settings.prefetch_batches,
+            seed=_seed_of(self._config, self._incarnation),
+            rpc=self._config.rpc,
+            metrics=self._metrics,
+        )
+        loop = Loop(
+            self._config,
+            algorithm=self._algorithm,
+            source=source,
+            spec=self._spec,
+            budget=Budget(
+                environment_steps=self._config.run.environment_steps,
+                updates_per_step=settings.updates_per_step if settings.updates == "strict" else None,
+                start=start,
+                learning_starts=max(start.environment_steps, start.step_offset + table.limiter.min_rows),
+            ),
+            incarnation=self._incarnation,
+            metrics=self._metrics,
+            publish=self._publish,
+            checkpoint=self._checkpoint,
+            record=self._record,
+            check_endpoint=self._endpoint.check,
+        )
+        try:
+            finished = loop.run(stop)
+        finally:
+            source.close()
+        self._log.info("training_ended", finished=finished, **vars(loop.progress))
+        if finished:
+            self._endpoint.finish()
+            if self._config.evaluator.enabled and not self._endpoint.wait_for_evaluation(
+                loop.identity(), settings.final_evaluation_seconds, stop
+            ):
+                self._log.warning("last_snapshot_not_evaluated", waited_seconds=settings.final_evaluation_seconds)
+            self._endpoint.record("finish", {"learner_step": loop.progress.learner_step})
+
+    def _restore(self, last_version: int) -> bool:
+        """Go on from the newest checkpoint; False when the run stopped before its first."""
+        checkpoint = self._checkpoints.load(fallback=self._config.learner.checkpoint.fallback)
+        if checkpoint is None:
+            if last_version > 0:
+                raise CheckpointError(
+                    f"{self._config.run_folder} has published policies and no checkpoint: expected one in "
+                    "checkpoints/; restore it, or start another run.id"
+                )
+            return False
+        self._algorithm.load_state_dict(checkpoint.tensors)
+        counters = checkpoint.counters
+        self._start = Progress(
+            learner_step=counters.learner_step,
+            environment_steps=counters.environment_steps,
+            policy_version=max(counters.policy_version, last_version),
+            step_offset=counters.step_offset,
+        )
+        self._log.info("resumed", checkpoint=str(checkpoint.path), **vars(self._start))
+        return True
+
+    def _open_table(self, channel: grpc.Channel, stop: StopSignal) -> int:
+        """Declare the rows, however long replay takes to come; rows that the table ever got, before and now.
+
+        Raises:
+            DeadlineError: the process was asked to stop first.
+        """
+        stub = replay_pb2_grpc.ReplayServiceStub(channel)
+        run_id, table = self._config.run_id, self._config.learner.table
+        request = replay_pb2.OpenTableRequest(run_id=run_id, table=table, row_spec=row_spec_to_wire(self._spec))
+        deadline = self._config.rpc.deadline_seconds
+        said = ""
+
+        def open_and_describe() -> replay_pb2.DescribeTablesResponse:
+            stub.OpenTable(request, timeout=deadline)
+            answer: replay_pb2.DescribeTablesResponse = stub.DescribeTables(
+                replay_pb2.DescribeTablesRequest(run_id=run_id), timeout=deadline
+            )
+            return answer
+
+        def waiting(error: PacelineError, seconds: float) -> None:
+            nonlocal said
+            self._endpoint.check()
+            if str(error) != said:
+                said = str(error)
+                self._log.info("waiting_for_replay", reason=said)
+
+        answer = call_until_answered(
+            open_and_describe,
+            peer=f"replay at {self._config.replay.address}",
+            backoff=Backoff(self._config.rpc),
+            stop=stop,
+            on_wait=waiting,
+        )
+        return next(described.inserted_row_count for described in answer.tables if described.name == table)
+
+    def _publish(self, progress: Progress) -> None:
+        self._metrics.set_policy_version(progress.policy_version)
+        actor = self._algorithm.actor
+        payload = pack_state(actor)
+        self._endpoint.publish(
+            make_header(
+                actor,
+                payload,
+                run_id=self._config.run_id,
+                identity=PolicyIdentity(self._incarnation, progress.policy_version),
+                learner_step=progress.learner_step,
+                environment_step_count=progress.environment_steps,
+                published_at=time.time(),
+            ),
+            payload,
+        )
+
+    def _checkpoint(self, progress: Progress) -> None:
+        path = self._checkpoints.save(
+            self._algorithm.state_dict(),
+            Counters(
+                learner_step=progress.learner_step,
+                environment_steps=progress.environment_steps,
+                sampled_rows=progress.learner_step * self._config.learner.batch_size,
+                policy_version=progress.policy_version,
+                incarnation=self._incarnation,
+                step_offset=progress.step_offset,
+            ),
+        )
+        self._log.info("checkpoint_written", path=str(path), learner_step=progress.learner_step)
+
+    def _record(self, fields: Mapping[str, Any]) -> None:
+        self._endpoint.record("training", fields)
+
+
+def _build_algorithm(config: Config, semantics: ActorSemantics) -> Algorithm:
+    torch.manual_seed(config.run.seed)
+    settings = config.learner.algorithm.model_dump()
+    return build_algorithm(settings, build_actor(semantics, config.learner.device), seed=config.run.seed)
+
+
+def _seed_of(config: Config, incarnation: int) -> int:
+    # A resumed learner draws other rows than the one before it did, and the same ones each time it is tried.
+    return config.run.seed * 1_000_003 + incarnation

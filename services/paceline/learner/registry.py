@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 
-from paceline.errors import ConflictError, InvalidInputError, ReplacedError, TooManyStreamsError
+from paceline.errors import ConflictError, InvalidInputError, ReplacedError, RunFullError
 from paceline.identity import PolicyIdentity
 from paceline.learner.ledger import Members
 
@@ -42,7 +42,9 @@ class _Holder:
     incarnation: int
     heard_at: float
     process_id: str | None = None
-    """None: not joined with this learner process, but known from an earlier one."""
+    """None: it joined with an earlier learner process, or came back after a silence."""
+    presumed: bool = False
+    """Known from an earlier learner process, and not heard by this one."""
     applied: PolicyIdentity | None = None
 
 
@@ -50,9 +52,13 @@ class _Holder:
 class _Reports:
     incarnation: int
     sequence: int
-    steps_before: int
-    """What the incarnation had counted when this learner process began to count it."""
+    steps_before: int | None
+    """What the incarnation had counted when this learner process began to count it; None: it has not begun."""
     steps: int
+
+    def counted(self) -> int:
+        """Steps since this learner process began to count."""
+        return 0 if self.steps_before is None else self.steps - self.steps_before
 
 
 class RunRegistry:
@@ -78,8 +84,9 @@ class RunRegistry:
         self._clock, self._lock = clock, Lock()
         # Those of an earlier learner process may live and go on without joining again, so their indices are not free.
         self._holders = {
-            index: _Holder(number, clock()) for index, number in self._incarnations[COLLECTOR].items()
+            index: _Holder(number, clock(), presumed=True) for index, number in self._incarnations[COLLECTOR].items()
         }
+        self._joined: dict[int, int] = {}
         self._reports: dict[int, _Reports] = {}
         self._resumed_steps, self._published_steps = resumed_environment_steps, 0
         self._evaluated: set[PolicyIdentity] = set()
@@ -91,7 +98,7 @@ class RunRegistry:
 
         Raises:
             InvalidInputError: the index is out of range.
-            TooManyStreamsError: every index is taken by a collector that lives.
+            RunFullError: every index is taken by a collector that lives.
         """
         if index is not None and not 0 <= index < self._max_collectors:
             raise InvalidInputError(
@@ -107,6 +114,7 @@ class RunRegistry:
             warmup_steps = 0
             if role == COLLECTOR:
                 self._holders[index] = _Holder(incarnation, self._clock(), process_id)
+                self._joined[index] = incarnation
                 self._bank_steps(index)
                 warm = self._resumed or incarnation > 1 or self._environment_steps() >= self._warmup_steps
                 warmup_steps = 0 if warm else self._warmup_share
@@ -155,20 +163,21 @@ class RunRegistry:
             self._hear(index, incarnation)
             reports = self._reports.get(index)
             if reports is None or reports.incarnation != incarnation:
+                reports = self._reports[index] = _Reports(incarnation, 0, None, 0)
+            if reports.steps_before is None:
                 # What a collector counted under an earlier learner process is part of the resumed steps.
-                before = environment_steps if self._holders[index].process_id is None else 0
-                reports = self._reports[index] = _Reports(incarnation, 0, before, before)
+                reports.steps_before = 0 if self._joined.get(index) == incarnation else environment_steps
             reports.steps = max(reports.steps, environment_steps)
             if sequence <= reports.sequence:
                 return False
             reports.sequence = sequence
             return True
 
-    def recall_report(self, index: int, incarnation: int, sequence: int, environment_steps: int) -> None:
+    def recall_report(self, index: int, incarnation: int, sequence: int) -> None:
         """Know a report that an earlier learner process recorded, so that its repeat is not recorded again."""
         with self._lock:
             if self._incarnations[COLLECTOR].get(index) == incarnation:
-                self._reports[index] = _Reports(incarnation, sequence, environment_steps, environment_steps)
+                self._reports[index] = _Reports(incarnation, sequence, None, 0)
 
     def begin_evaluation(self, policy: PolicyIdentity) -> bool:
         """Whether the evaluation of this policy is new; from now on it is known."""
@@ -197,20 +206,24 @@ class RunRegistry:
             return [
                 CollectorState(index, holder.incarnation, holder.applied)
                 for index, holder in sorted(self._holders.items())
-                if holder.process_id is not None or holder.applied is not None
+                if not holder.presumed
             ]
 
     def _free_index(self, process_id: str) -> int:
         now, presumed = self._clock(), None
         for index in range(self._max_collectors):
             holder = self._holders.get(index)
-            if holder is None or holder.process_id == process_id or now - holder.heard_at > self._silence_seconds:
+            if (
+                holder is None
+                or (process_id and holder.process_id == process_id)
+                or now - holder.heard_at > self._silence_seconds
+            ):
                 return index
-            if presumed is None and holder.process_id is None and holder.applied is None:
+            if presumed is None and holder.presumed:
                 presumed = index
         if presumed is not None:
             return presumed
-        raise TooManyStreamsError(
+        raise RunFullError(
             f"all {self._max_collectors} indices are taken: raise collector.max_count, or start fewer collectors; "
             f"the index of one that died is free after {self._silence_seconds:g} s"
         )
@@ -219,15 +232,15 @@ class RunRegistry:
         holder = self._holders.get(index)
         if holder is None or holder.incarnation != incarnation:
             holder = self._holders[index] = _Holder(incarnation, self._clock())
-        holder.heard_at = self._clock()
+        holder.heard_at, holder.presumed = self._clock(), False
         return holder
 
     def _bank_steps(self, index: int) -> None:
         """Keep what the replaced incarnation counted."""
         reports = self._reports.pop(index, None)
         if reports is not None:
-            self._resumed_steps += reports.steps - reports.steps_before
+            self._resumed_steps += reports.counted()
 
     def _environment_steps(self) -> int:
-        counted = sum(reports.steps - reports.steps_before for reports in self._reports.values())
+        counted = sum(reports.counted() for reports in self._reports.values())
         return max(self._published_steps, self._resumed_steps + counted)

@@ -67,8 +67,9 @@ def run(config: Config, *, resume: bool, plain: bool, stop: StopSignal, environm
             display.say("every service is up: training")
             reader = StatusReader(config, services.pages)
             while not stop.is_set() and not services.look_after():
-                if redis is not None and redis.keep_alive():
-                    display.say("the embedded Redis server was ended by a signal and runs again")
+                if redis is not None and redis.process.poll() is not None:
+                    redis.restart()
+                    display.say("the embedded Redis server had ended and runs again, on the same data")
                 display.show(reader.read())
                 stop.wait(LOOK_SECONDS)
             display.show(reader.read())

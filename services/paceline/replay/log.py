@@ -1,7 +1,7 @@
 """The record of one table in Redis: its blocks in order, who sent them, and its counters.
 
 A block is one entry of a stream, with the id `<number>-0` and two fields: its BlockHeader, serialised, and its rows.
-Numbers begin at 1 and grow by 1. A block, its collector's position and the counters change in one script, or not at
+Numbers begin at 1 and grow. A block, its collector's position and the counters change in one script, or not at
 all. What a process that owns the run knows and what the record says must agree on the last number; where they do not
 (a lost reply, a restart of Redis that lost its last second), OutOfStepError says so and the table mends it.
 """
@@ -68,11 +68,16 @@ class RedisLog:
             store.key("table", table, part) for part in ("spec", "state", "positions", "blocks")
         )
 
+    @property
+    def replaced(self) -> bool:
+        """Whether another process has taken the run over."""
+        return self._store.fenced.is_set()
+
     def read_state(self) -> LogState | None:
-        """What the record says, or None where there is no record of this table."""
+        """What the record says, or None where there is none of this table, or Redis no longer knows who owns it."""
         spec = self._store.command("GET", self._spec)
         state = self._store.command("HGETALL", self._state)
-        if spec is None or not state:
+        if spec is None or not state or self._store.command("GET", self._owner) is None:
             return None
         return LogState(
             row_spec=_parse_spec(spec),
@@ -87,7 +92,7 @@ class RedisLog:
         )
 
     def begin(self, state: LogState) -> None:
-        """Make the record say `state`, without blocks up to its `last_block`; takes the run if nobody owns it.
+        """Make the record anew: it says `state` and has no block; takes the run if nobody owns it.
 
         Raises:
             ReplacedError: another process owns the run.
@@ -105,18 +110,26 @@ class RedisLog:
         self._store.run_script(BEGIN, keys, arguments)
 
     def append(
-        self, block: LoggedBlock, header: rows_pb2.BlockHeader, *, oldest: int, inserted: int, sampled: int
+        self,
+        block: LoggedBlock,
+        header: rows_pb2.BlockHeader,
+        *,
+        previous: int,
+        oldest: int,
+        inserted: int,
+        sampled: int,
     ) -> bool:
         """Store a block, remove those before number `oldest`, set the counters; False: it was there already.
 
         Args:
-            block: its number must follow the record's last one.
+            block: its number is above `previous`.
             header: what `block.header` says.
+            previous: number of the record's last block.
             oldest: number of the oldest block that stays.
             inserted, sampled: the counters with this block.
 
         Raises:
-            OutOfStepError: its number does not follow.
+            OutOfStepError: `previous` is not the record's last block.
             ReplacedError: a newer incarnation of its collector sent blocks, or another process owns the run.
             StoreFullError, StoreReadOnlyError: nothing was stored.
             UnavailableError: whether it was stored is not known; `read_state` tells.
@@ -130,6 +143,7 @@ class RedisLog:
             header.row_count,
             inserted,
             sampled,
+            previous,
         )
         arguments = [self._store.token, *(b"%d" % value for value in numbers), block.header, block.rows]
         word = self._store.run_script(APPEND, [self._owner, self._state, self._positions, self._blocks], arguments)
@@ -147,9 +161,7 @@ class RedisLog:
 
     def trim(self, oldest: int) -> None:
         """Remove the blocks before number `oldest`. Raises as `append` does."""
-        _require_in_step(
-            self._store.run_script(TRIM, [self._owner, self._blocks], [self._store.token, b"%d" % oldest])
-        )
+        _require_in_step(self._store.run_script(TRIM, [self._owner, self._blocks], [self._store.token, b"%d" % oldest]))
 
     def read_blocks(self, after: int = 0) -> Iterator[LoggedBlock]:
         """Every block after number `after`, in order, read in steps of bounded size."""

@@ -32,14 +32,14 @@ APPEND = Script(
     + """
 -- KEYS owner, state, positions, blocks
 -- ARGV owner, number, oldest number to keep, collector, incarnation, sequence, rows stored, inserted, sampled,
---      header, rows
-if tonumber(redis.call('HGET', KEYS[2], 'last_block') or -1) ~= ARGV[2] - 1 then return 'out_of_step' end
+--      number of the block before, header, rows
+if tonumber(redis.call('HGET', KEYS[2], 'last_block') or -1) ~= tonumber(ARGV[10]) then return 'out_of_step' end
 local incarnation, sequence = string.match(redis.call('HGET', KEYS[3], ARGV[4]) or '0 0 0', '^(%d+) (%d+)')
 incarnation, sequence = tonumber(incarnation), tonumber(sequence)
 if tonumber(ARGV[5]) < incarnation then return 'replaced' end
 if tonumber(ARGV[5]) == incarnation and tonumber(ARGV[6]) <= sequence then return 'duplicate' end
 -- The first write is the one that a full store refuses: after it nothing can fail, so all of it happens or nothing.
-redis.call('XADD', KEYS[4], ARGV[2] .. '-0', 'header', ARGV[10], 'rows', ARGV[11])
+redis.call('XADD', KEYS[4], ARGV[2] .. '-0', 'header', ARGV[11], 'rows', ARGV[12])
 redis.call('XTRIM', KEYS[4], 'MINID', ARGV[3])
 redis.call('HSET', KEYS[3], ARGV[4], ARGV[5] .. ' ' .. ARGV[6] .. ' ' .. ARGV[7])
 redis.call('HSET', KEYS[2], 'last_block', ARGV[2], 'inserted', ARGV[8], 'sampled', ARGV[9])
@@ -76,8 +76,7 @@ if owner and owner ~= ARGV[1] then return 'fenced' end
 redis.call('SET', KEYS[1], ARGV[1])
 redis.call('HSETNX', KEYS[2], 'format', ARGV[2])
 redis.call('SET', KEYS[3], ARGV[3])
-redis.call('DEL', KEYS[4], KEYS[5])
-redis.call('XTRIM', KEYS[6], 'MINID', string.format('%d', ARGV[5] + 1))
+redis.call('UNLINK', KEYS[4], KEYS[5], KEYS[6])
 redis.call('HSET', KEYS[4], 'limiter', ARGV[4], 'last_block', ARGV[5], 'inserted', ARGV[6], 'sampled', ARGV[7])
 for i = 8, #ARGV, 2 do redis.call('HSET', KEYS[5], ARGV[i], ARGV[i + 1]) end
 return 'stored'

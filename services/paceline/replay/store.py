@@ -58,6 +58,8 @@ class RedisStore:
         self._run_id = run_id
         self._token = uuid.uuid4().hex.encode()
         self._paused_until, self._reason = 0.0, ""
+        self.is_loading = False
+        """Whether the last failure was that Redis is still loading its data."""
         self.fenced = threading.Event()
         """Set when another replay process has taken the run over."""
         try:
@@ -112,7 +114,8 @@ class RedisStore:
                 "is short: expected noeviction; run `redis-cli CONFIG SET maxmemory-policy noeviction` and set it in "
                 "redis.conf"
             )
-        if persistence.get("loading"):
+        self.is_loading = bool(persistence.get("loading"))
+        if self.is_loading:
             raise UnavailableError(f"Redis at {self._shown} is still loading its data")
         if not persistence.get("aof_enabled"):
             get_logger().warning(
@@ -148,7 +151,7 @@ class RedisStore:
         """Run one command and give its reply. Raises the Paceline error that its failure stands for."""
         self._refuse_while_paused()
         try:
-            return self._client.execute_command(*arguments)
+            return self._client.execute_command(*arguments)  # type: ignore[no-untyped-call]
         except RedisError as error:
             raise self._as_error(error) from error
 
@@ -184,13 +187,13 @@ class RedisStore:
         parts = _pack([verb, name, b"%d" % len(keys), *keys, *arguments])
         connection = self._pool.get_connection()
         try:
-            connection.send_packed_command(parts)
+            connection.send_packed_command(parts)  # type: ignore[no-untyped-call]
             return connection.read_response()
         except ResponseError:
             raise
         except BaseException:
             # A reply may still come: nobody else must read it.
-            connection.disconnect()
+            connection.disconnect()  # type: ignore[no-untyped-call]
             raise
         finally:
             self._pool.release(connection)
@@ -200,7 +203,7 @@ class RedisStore:
             raise UnavailableError(self._reason)
 
     def _as_error(self, error: RedisError) -> PacelineError:
-        text = str(error)
+        text, self.is_loading = str(error), False
         if isinstance(error, OutOfMemoryError) or text.startswith("OOM"):
             return StoreFullError(
                 f"Redis at {self._shown} is full, nothing of the write was kept: raise its maxmemory, "
@@ -215,6 +218,7 @@ class RedisStore:
             self._pool.disconnect()
             return self._pause(f"Redis at {self._shown} is a read-only replica: its primary has moved")
         if isinstance(error, BusyLoadingError) or text.startswith(_AWAY_CODES):
+            self.is_loading = isinstance(error, BusyLoadingError) or text.startswith("LOADING")
             return self._pause(f"Redis at {self._shown} is not ready: {text or 'it is loading its data'}")
         if isinstance(error, RedisTimeoutError):
             return self._pause(f"Redis at {self._shown} did not answer within {self._deadline_seconds:g} s")

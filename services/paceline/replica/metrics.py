@@ -36,7 +36,7 @@ class ReplicaMetrics:
         )
         self.poll_failures = Counter(
             f"{self._prefix}_snapshot_poll_failures_total",
-            "Polls that the learner did not answer. Bad: growing, the learner is away.",
+            "Polls that brought no valid answer. Bad: growing, the learner is away.",
             registry=registry,
         )
         self._age = _SnapshotAge(f"{self._prefix}_snapshot_age_seconds")

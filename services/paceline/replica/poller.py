@@ -26,6 +26,9 @@ from paceline.snapshot import SnapshotHeader, StagedActor
 from paceline.telemetry import get_logger
 from paceline.v1 import parameters_pb2, parameters_pb2_grpc
 
+_TRIES_AFTER_FINISH = 5
+"""Polls of a finished run that may fail before the learner counts as gone."""
+
 _STOP_CHECK_SECONDS = 0.2
 """How late a wait may notice the stop signal, which wakes nobody."""
 
@@ -65,7 +68,7 @@ class SnapshotPoller:
             owner: None for a replica that is not a collector's.
             every_versions: ask for each n-th version only; the last one of a finished run comes in any case.
         """
-        self._stub = parameters_pb2_grpc.ParameterServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._stub = parameters_pb2_grpc.ParameterServiceStub(channel)
         self._staged, self._run_id, self._metrics, self._owner = staged, run_id, metrics, owner
         self._poll_seconds, self._every = poll_seconds, every_versions
         self._deadline_seconds = poll_seconds + rpc.deadline_seconds
@@ -75,7 +78,8 @@ class SnapshotPoller:
         self._call: grpc.Call | None = None
         self._failure: PacelineError | None = None
         self._held: PolicyIdentity | None = None
-        self._ready = self._finished = self._outage = False
+        self._finished = self._outage = False
+        self._failures_since_finished = 0
         self._thread = threading.Thread(target=self._run, name="snapshot-poller", daemon=True)
         self.known: PolicyIdentity | None = None
         """The newest snapshot that the learner told of."""
@@ -86,6 +90,11 @@ class SnapshotPoller:
     def finished(self) -> bool:
         """Whether the learner said that the run reached its end."""
         return self._finished
+
+    @property
+    def is_current(self) -> bool:
+        """Whether there is nothing for `apply_if_ready`: neither a snapshot nor a failure."""
+        return self._failure is None and not self._is_ready()
 
     def start(self) -> None:
         """Begin to poll."""
@@ -108,28 +117,38 @@ class SnapshotPoller:
         """
         if self._failure is not None:
             raise self._failure
-        if not self._ready:
+        if not self._is_ready():
             return False
         began = time.perf_counter()
         header = self._staged.apply()
         if header is None:
             return False  # the next one is being written; it comes with the next call
         self.applied = header
-        with self._changed:
-            self._ready = self._held != header.identity
         self._metrics.apply_seconds.observe(time.perf_counter() - began)
         self._metrics.set_applied_version(header.identity.version)
         return True
 
-    def wait_until_ready(self, stop: StopSignal) -> bool:
-        """Wait until a snapshot lies ready, the last one of a finished run was fetched, or the stop: whether one lies ready.
+    def wait_and_apply(self, stop: StopSignal) -> bool:
+        """Wait for a snapshot that does not act yet, and apply it; False when the run ended or the stop came first.
 
-        Ends with the stop only, as long as the learner is away; the thread's log line says why.
+        As long as the learner is away only the stop ends it; the thread's log line says why. Raises as
+        `apply_if_ready` does.
         """
-        with self._changed:
-            while not (self._ready or self._failure or stop.is_set() or not self._thread.is_alive()):
-                self._changed.wait(_STOP_CHECK_SECONDS)
-            return self._ready or self._failure is not None
+        while not stop.is_set():
+            ended = not self._thread.is_alive()
+            if self.apply_if_ready():
+                return True
+            if ended:
+                return False
+            with self._changed:
+                if self.is_current:
+                    self._changed.wait(_STOP_CHECK_SECONDS)
+        return False
+
+    def _is_ready(self) -> bool:
+        # The staged header's own identity object: comparing which object it is costs the acting thread nothing.
+        held = self._held
+        return held is not None and (self.applied is None or self.applied.identity is not held)
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -145,6 +164,9 @@ class SnapshotPoller:
                     self._fail(error)
                     return
                 self._note_outage(error)
+                self._failures_since_finished += self._finished
+                if self._failures_since_finished > _TRIES_AFTER_FINISH:
+                    return  # the learner ended with the run
                 self._closing.wait(self._backoff.next_seconds())
                 continue
             except Exception as error:
@@ -163,13 +185,12 @@ class SnapshotPoller:
 
     def _poll(self) -> bool:
         """Ask once; whether a newer snapshot was laid ready, or the end of the run became known."""
+        wait = Duration()
+        wait.FromNanoseconds(0 if self._finished else round(self._poll_seconds * 1e9))
         request = parameters_pb2.GetSnapshotRequest(
             run_id=self._run_id,
             protocol_version=PROTOCOL_VERSION,
-            wait=Duration(
-                nanos=0 if self._finished else round(self._poll_seconds % 1 * 1e9),
-                seconds=0 if self._finished else int(self._poll_seconds),
-            ),
+            wait=wait,
             at_least_version=self._next_wanted(),
         )
         if self._held is not None:
@@ -181,11 +202,17 @@ class SnapshotPoller:
                 request.replica.applied.CopyFrom(identity_to_wire(self.applied.identity))
         with raising("the learner's parameter service"):
             call = self._stub.GetSnapshot(request, timeout=self._deadline_seconds)
-            with self._changed:
-                self._call = call
-                if self._closing.is_set():
-                    call.cancel()
-            first = next(iter(call), None)
+            try:
+                with self._changed:
+                    self._call = call
+                    if self._closing.is_set():
+                        call.cancel()
+                return self._read(call)
+            finally:
+                call.cancel()
+
+    def _read(self, call: grpc.Call) -> bool:
+        first = next(iter(call), None)
         if first is None:
             raise SnapshotError("the learner ended its answer before it began: expected a header or not_modified")
         if first.WhichOneof("part") == "not_modified":
@@ -193,14 +220,11 @@ class SnapshotPoller:
                 self._note_known(identity_from_wire(first.not_modified.newest))
             return self._note_state(first.not_modified.run_state)
         try:
-            with raising("the learner's parameter service"):
-                return self._take(first.header, call)
-        except PacelineError:
+            return self._take(first.header, call)
+        except (PacelineError, grpc.RpcError):
             if not self._closing.is_set():
                 self._metrics.apply_failures.inc()
             raise
-        finally:
-            call.cancel()
 
     def _take(self, message: parameters_pb2.SnapshotHeader, call: grpc.Call) -> bool:
         """Receive, verify and stage one snapshot; whether anything changed."""
@@ -216,14 +240,14 @@ class SnapshotPoller:
                 payload += part.chunk
                 if len(payload) > header.payload_bytes:
                     raise SnapshotError(
-                        f"snapshot {header.identity} goes on after {header.payload_bytes} bytes, which its header claims"
+                        f"snapshot {header.identity} goes on after the {header.payload_bytes} bytes of its header"
                     )
             received = time.perf_counter()
             self._staged.stage(header, payload)
             self._metrics.fetch_seconds.observe(received - began)
             self._metrics.stage_seconds.observe(time.perf_counter() - received)
             with self._changed:
-                self._held, self._ready = header.identity, True
+                self._held = header.identity
                 self._changed.notify_all()
             self._note_state(message.run_state)
             return True

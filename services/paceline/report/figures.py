@@ -42,6 +42,8 @@ _STYLE: dict[Any, Any] = {
     "xtick.color": _FAINT,
     "ytick.color": _FAINT,
     "legend.frameon": False,
+    # A dollar sign in a name is a dollar sign.
+    "text.parse_math": False,
     # Letters stay text: smaller, searchable, and in the reader's own font.
     "svg.fonttype": "none",
     # Equal data give equal bytes.

@@ -101,6 +101,16 @@ class Server:
         for service in ("", *self._services):
             self._health.set(service, status)
 
+    def set_ready(self, ready: bool) -> None:
+        """Set what health says for each service, and leave the whole server's as it is.
+
+        Services speak for readiness, the server ("") for liveness: a store that is away makes a service not ready, and
+        must not have its process restarted.
+        """
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in self._services:
+            self._health.set(service, status)
+
     def stop(self) -> None:
         """Drain: health off, new calls refused, calls in progress finish within `drain_seconds`, then are cancelled."""
         self.draining.set()

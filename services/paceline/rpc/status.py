@@ -25,6 +25,7 @@ CODES: dict[type[PacelineError], grpc.StatusCode] = {
     errors.DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.StoreFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.TooManyStreamsError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.RunFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
 }
 """A class that is not here has the code of its nearest parent that is."""
@@ -35,6 +36,7 @@ RETRYABLE = (
     errors.StoreFullError,
     errors.StoreReadOnlyError,
     errors.TooManyStreamsError,
+    errors.RunFullError,
     errors.DeadlineError,
 )
 """What a client may try again, after a wait. Anything else would fail again."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,16 +135,12 @@ class Ring:
             first = max(self._first, self._written_to - self._physical_rows)
             self._gather(first, self._end - first, draw, out)
 
-    def read_block(self, number: int) -> ByteMatrix:
-        """A copy of the rows of one block. Call where no write can be under way. Raises NotFoundError."""
-        for held in self._blocks:
-            if held.number == number:
-                return self._rows[np.arange(held.start, held.start + held.row_count) % self._physical_rows]
-        raise NotFoundError(f"no block {number} in the ring")
-
-    def block_numbers(self) -> list[int]:
-        """Numbers of all blocks, oldest first. Call where no write can be under way."""
-        return [held.number for held in self._blocks]
+    def blocks_after(self, number: int) -> Iterator[tuple[int, ByteMatrix]]:
+        """Number and a copy of the rows of every block after `number`, oldest first. Call where no write can be."""
+        for held in list(self._blocks):
+            if held.number > number:
+                index = np.arange(held.start, held.start + held.row_count) % self._physical_rows
+                yield held.number, self._rows[index]
 
     def _gather(self, first: int, row_count: int, draw: Draw, out: ByteMatrix) -> int:
         if row_count < 1:

@@ -7,6 +7,7 @@ quarter faster than autograd over the same products.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class TwinCritic:
     def __init__(self, input_dim: int, hidden: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> None:
         widths = [input_dim, *hidden, 1]
         self._shapes: dict[str, tuple[int, ...]] = {}
-        for index, (inputs, outputs) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+        for index, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
             self._shapes[f"{index}.weight"] = (CRITIC_COUNT, inputs, outputs)
             self._shapes[f"{index}.bias"] = (CRITIC_COUNT, 1, outputs)
         self.parameters = torch.zeros(total_size(self._shapes), dtype=dtype, device=device)
@@ -101,10 +102,9 @@ def action_gradient(
 
 def _through_relu(gradient: Tensor, layer: Layer, activation: Tensor) -> Tensor:
     """From a derivative in what a layer gives to that in what the ReLU before it took in."""
-    if gradient.shape[-1] == 1:  # the outer product of the last layer, cheaper without a matrix product
-        gradient = gradient * layer.weight.mT
-    else:
-        gradient = torch.bmm(gradient, layer.weight.mT)
+    # From a single output it is an outer product, which is cheaper without a matrix product.
+    back = layer.weight.mT
+    gradient = gradient * back if gradient.shape[-1] == 1 else torch.bmm(gradient, back)
     # torch.where would cost a fifth of the whole update here; this is the kernel of autograd's own ReLU.
     result: Tensor = torch.ops.aten.threshold_backward(gradient, activation, 0)
     return result

@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adam import adam
 
+from paceline.actors import Actor
 from paceline.errors import ActorSemanticsError
 
 BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8
@@ -30,11 +31,11 @@ def views(flat: Tensor, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor
     return cut
 
 
-class FlatModule:
-    """A module whose trainable parameters, and their gradients, are views of two flat tensors from now on."""
+class FlatActor:
+    """An actor's trainable parameters, and their gradients: from now on views of two flat tensors."""
 
-    def __init__(self, module: nn.Module) -> None:
-        trainable = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    def __init__(self, actor: Actor) -> None:
+        trainable = {name: each for name, each in actor.named_tensors() if each.requires_grad}
         kinds = {(each.dtype, each.device) for each in trainable.values()}
         if len(kinds) != 1:
             raise ActorSemanticsError(

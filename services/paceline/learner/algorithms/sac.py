@@ -14,7 +14,7 @@ from paceline.errors import NonFiniteError
 from paceline.learner.algorithms import state
 from paceline.learner.algorithms.batch import TransitionBatch
 from paceline.learner.algorithms.critic import TwinCritic, action_gradient, evaluate, q_of
-from paceline.learner.algorithms.flat import FlatAdam, FlatModule
+from paceline.learner.algorithms.flat import FlatActor, FlatAdam
 from paceline.learner.algorithms.sac_math import (
     actor_loss,
     actor_loss_gradient,
@@ -57,7 +57,7 @@ class Sac:
     ) -> None:
         self._actor, self._settings, self._action_dim = actor, settings, action_dim
         self._target_entropy = -float(action_dim) if settings.target_entropy is None else settings.target_entropy
-        self._flat_actor = FlatModule(actor)
+        self._flat_actor = FlatActor(actor)
         like = self._flat_actor.parameters
         self._generator = torch.Generator(like.device)
         self._generator.manual_seed(seed)
@@ -129,7 +129,7 @@ class Sac:
 
     def check_finite(self) -> None:
         """Raise NonFiniteError naming the first weight or gradient that holds a NaN or an infinity."""
-        flats = {
+        flats: dict[str, tuple[FlatActor | TwinCritic, Tensor]] = {
             "actor gradient": (self._flat_actor, self._flat_actor.gradients),
             "actor weight": (self._flat_actor, self._flat_actor.parameters),
             "critic gradient": (self._critic, self._critic.gradients),
@@ -156,7 +156,7 @@ class Sac:
         state.load(dict(self._tensors()), self._generator, saved)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in (*self._actor.named_parameters(), *self._actor.named_buffers()):
+        for name, tensor in self._actor.named_tensors():
             yield f"actor/{name}", tensor
         for prefix, critic in (("critic", self._critic), ("target_critic", self._target_critic)):
             for name, tensor in critic.named(critic.parameters).items():

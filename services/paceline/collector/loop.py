@@ -1,0 +1,183 @@
+"""The collecting loop: apply, act, step, fill; one model forward for each step of all environments."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.collector.filler import BlockFiller
+from paceline.collector.metrics import CollectorMetrics
+from paceline.collector.reporter import EpisodeReporter
+from paceline.collector.writer import BlockWriter
+from paceline.config import CollectorConfig
+from paceline.envs import EnvironmentDescription, Environments, VectorStep
+from paceline.errors import EnvironmentFaultError
+from paceline.process import StopSignal
+from paceline.replica import SnapshotPoller, act
+from paceline.rows import Block
+from paceline.snapshot import StagedActor
+from paceline.telemetry import ActivityClock, get_logger
+
+MAX_FAULTS_IN_A_ROW = 10
+"""Environment faults with no finished episode between them, after which `on_environment_error: reset` gives up."""
+
+BuildEnvironments = Callable[[int, int], Environments]
+"""(rebuilds so far, number of the first episode) -> freshly seeded environments."""
+
+
+class CollectingLoop:
+    """Steps environments under the newest snapshot until the run has all its rows, or the stop.
+
+    The policy, the version and the stamps change between two steps, together.
+    """
+
+    def __init__(
+        self,
+        config: CollectorConfig,
+        *,
+        description: EnvironmentDescription,
+        build_environments: BuildEnvironments,
+        staged: StagedActor,
+        poller: SnapshotPoller,
+        filler: BlockFiller,
+        writer: BlockWriter,
+        reporter: EpisodeReporter,
+        metrics: CollectorMetrics,
+        clock: ActivityClock,
+        warmup_steps: int,
+        seed: int,
+    ) -> None:
+        """Build the environments; `poller` has applied a first snapshot. Raises EnvironmentFaultError."""
+        self._config, self._description = config, description
+        self._build, self._rebuilds, self._faults_in_a_row = build_environments, 0, 0
+        self._actor, self._poller = staged.actor, poller
+        self._filler, self._writer, self._reporter = filler, writer, reporter
+        self._metrics, self._clock, self._log = metrics, clock, get_logger()
+        self._warmup_left = warmup_steps
+        self._random = np.random.default_rng(seed)
+        self._generator = torch.Generator().manual_seed(seed)
+        low, high = (np.asarray(bound, np.float32) for bound in (description.action_low, description.action_high))
+        self._low, self._range = low, high - low
+        self._uniform_log_prob = -math.fsum(map(math.log, self._range.tolist()))
+        self._action_shape = (config.environments, *description.action.shape)
+        self._acting_lags: Counter[int] = Counter()
+        self._uncounted_steps = 0
+        self._rest: list[Block] = []
+        self._environments = build_environments(0, 0)
+        self._stamp()
+
+    def run(self, stop: StopSignal) -> None:
+        """Collect. Afterwards `close` ends what it began.
+
+        Raises:
+            EnvironmentFaultError: an environment failed, and it may not or no longer be rebuilt.
+            PacelineError: replay or the learner refused this collector for good.
+        """
+        while not (stop.is_set() or self.finished()):
+            self._apply()
+            self._clock.switch("acting")
+            action, log_prob = self._choose()
+            self._clock.switch("environment")
+            try:
+                step = self._environments.step(action)
+            except EnvironmentFaultError as error:
+                self._recover(error)
+                continue
+            self._clock.switch("filling")
+            self._take(step, log_prob, stop)
+
+    def finished(self) -> bool:
+        """Whether the run wants no further rows."""
+        return self._writer.complete or self._poller.finished or self._reporter.finished
+
+    def close(self, seconds: float) -> None:
+        """Append what is left, for at most `seconds`, and end the environments."""
+        self._clock.switch("finishing")
+        self._count()
+        last = self._filler.take()
+        self._writer.close([*self._rest, *([] if last is None else [last])], seconds)
+        self._environments.close()
+
+    def _apply(self) -> None:
+        if self._poller.is_current:
+            return
+        with self._clock.during("snapshot_apply"):
+            if self._poller.apply_if_ready():
+                self._stamp()
+
+    def _stamp(self) -> None:
+        if self._poller.applied is not None:
+            self._filler.set_policy(self._poller.applied.identity, self._poller.applied.learner_step)
+
+    def _choose(self) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
+        """Actions [N, *action] and their behaviour log-densities [N]: random in the warm-up, then the policy's."""
+        if self._warmup_left > 0:
+            unit = self._random.random((self._action_shape[0], len(self._low)), np.float32)
+            action = self._low + self._range * unit
+            return action.reshape(self._action_shape), np.full(len(action), self._uniform_log_prob, np.float32)
+        action, log_prob = act(
+            self._actor, self._environments.observation, deterministic=False, generator=self._generator
+        )
+        return action.reshape(self._action_shape), log_prob
+
+    def _take(self, step: VectorStep, log_prob: npt.NDArray[np.float32], stop: StopSignal) -> None:
+        count = int(np.count_nonzero(step.valid))
+        self._warmup_left -= count
+        self._uncounted_steps += count
+        known, applied = self._poller.known, self._poller.applied
+        if known is not None and applied is not None:
+            self._acting_lags[known.version - applied.identity.version] += count
+        if step.finished:
+            self._faults_in_a_row = 0
+            self._reporter.add(step.finished)
+            self._metrics.episodes.inc(len(step.finished))
+            for episode in step.finished:
+                self._metrics.episode_return.observe(episode.episode_return)
+        sealed = self._filler.add(step, log_prob)
+        if not sealed and (due := self._filler.take_due()) is not None:
+            sealed = [due]
+        if sealed:
+            self._count()
+            self._rest += sealed
+            with self._clock.during("append_wait"):
+                while self._rest and self._writer.submit(self._rest[0], stop):
+                    del self._rest[0]
+
+    def _count(self) -> None:
+        """Hand on what was counted since the last block; once per step would cost more than the step's filling."""
+        self._metrics.environment_steps.inc(self._uncounted_steps)
+        self._reporter.environment_steps += self._uncounted_steps
+        self._uncounted_steps = 0
+        if self._acting_lags:
+            lags, counts = zip(*self._acting_lags.items(), strict=True)
+            self._metrics.acting_lag_versions.observe(np.repeat(lags, counts))
+            self._acting_lags.clear()
+
+    def _recover(self, error: EnvironmentFaultError) -> None:
+        """Obey `on_environment_error`: raise, or drop the episode and go on with new environments."""
+        while True:
+            self._metrics.environment_faults.inc()
+            self._faults_in_a_row += 1
+            if self._config.on_environment_error == "stop":
+                raise error
+            if self._faults_in_a_row >= MAX_FAULTS_IN_A_ROW:
+                raise EnvironmentFaultError(
+                    f"{error} (the {self._faults_in_a_row}th fault in a row without a finished episode: given up)"
+                ) from error
+            dropped = 0 if error.episode is None else self._filler.drop_episode(error.episode)
+            self._metrics.rows_dropped.inc(dropped)
+            self._log.warning("environments_rebuilt", reason=str(error), dropped_rows=dropped)
+            self._rebuilds += 1
+            next_episode = self._environments.next_episode
+            self._environments.close()
+            try:
+                self._environments = self._build(self._rebuilds, next_episode)
+                return
+            except EnvironmentFaultError as again:
+                error = again

@@ -1,0 +1,102 @@
+"""What a collector measures."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
+
+from paceline.replica import ReplicaMetrics
+from paceline.telemetry import LAG_BUCKETS, SECONDS_BUCKETS, BulkHistogram
+
+ACTIVITIES = ("starting", "waiting", "snapshot_apply", "acting", "environment", "filling", "append_wait", "finishing")
+"""waiting: for the first snapshot; append_wait: for replay to acknowledge a block, which is the back-pressure."""
+
+
+class CollectorMetrics:
+    """Metrics of one collector process, in a registry of its own."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.replica = ReplicaMetrics(registry, "collector")
+        self.environment_steps = Counter(
+            "paceline_collector_environment_steps_total",
+            "Environment steps taken; steps that only reset do not count. Bad: a rate of 0 while the run goes on.",
+            registry=registry,
+        )
+        self.acting_lag_versions = BulkHistogram(
+            "paceline_collector_acting_lag_versions",
+            "Newest known version minus the version that acts, at each environment step. Bad: a p99 above a few.",
+            LAG_BUCKETS,
+            registry,
+        )
+        self.episodes = Counter(
+            "paceline_collector_episodes_total",
+            "Episodes that ended. Bad: none, for many times their length.",
+            registry=registry,
+        )
+        self.episode_return = Summary(
+            "paceline_collector_episode_return",
+            "Returns of finished episodes, under the exploring policy. Bad: a falling mean.",
+            registry=registry,
+        )
+        self.environment_faults = Counter(
+            "paceline_collector_environment_faults_total",
+            "Times that an environment raised or returned nonsense. Bad: anything above 0.",
+            registry=registry,
+        )
+        self.rows_dropped = Counter(
+            "paceline_collector_rows_dropped_total",
+            "Unsealed rows of episodes that an environment fault ended. Bad: growing.",
+            registry=registry,
+        )
+        self.rows_appended = Counter(
+            "paceline_collector_rows_appended_total",
+            "Rows that replay acknowledged. Bad: a rate below that of environment steps.",
+            registry=registry,
+        )
+        self.bytes_appended = Counter(
+            "paceline_collector_bytes_appended_total",
+            "Bytes of rows that replay acknowledged. Bad: near what the network carries.",
+            registry=registry,
+        )
+        self.blocks_appended = Counter(
+            "paceline_collector_blocks_appended_total",
+            "Blocks that replay acknowledged. Bad: a rate of 0 while environment steps go on.",
+            registry=registry,
+        )
+        self.duplicates = Counter(
+            "paceline_collector_duplicate_blocks_total",
+            "Blocks that replay had already, sent again after a lost answer. Bad: a steady rate.",
+            registry=registry,
+        )
+        self.blocks_in_flight = Gauge(
+            "paceline_collector_blocks_in_flight",
+            "Blocks sealed and not acknowledged. Bad: always at collector.max_blocks_in_flight, replay is slow.",
+            registry=registry,
+        )
+        self.append_seconds = Histogram(
+            "paceline_collector_append_seconds",
+            "Seconds from a block's sealing to its acknowledgement. Bad: a p99 near the limiter's deadline.",
+            buckets=SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.append_failures = Counter(
+            "paceline_collector_append_failures_total",
+            "Times that the stream of appends was cut and opened again, by reason. Bad: a steady rate.",
+            ["reason"],
+            registry=registry,
+        )
+        self.report_failures = Counter(
+            "paceline_collector_report_failures_total",
+            "Reports of episodes that the learner did not take at once. Bad: growing, the learner is away.",
+            registry=registry,
+        )
+        self.episodes_unreported = Counter(
+            "paceline_collector_episodes_unreported_total",
+            "Episodes left out of the reports because too many waited. Bad: anything above 0.",
+            registry=registry,
+        )
+        self.activity_seconds = Counter(
+            "paceline_collector_activity_seconds_total",
+            "Seconds of the collecting loop by what it did. Bad: append_wait or snapshot_apply above a tenth.",
+            ["activity"],
+            registry=registry,
+        )

@@ -1,0 +1,287 @@
+"""Carries sealed blocks to replay: in order, each stored once, at most so many unacknowledged."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from paceline.collector.metrics import CollectorMetrics
+from paceline.config import RpcConfig
+from paceline.errors import DeadlineError, InvalidInputError, LimiterTimeoutError, NotFoundError, PacelineError
+from paceline.process import StopSignal
+from paceline.rows import Block, RowSpec
+from paceline.rpc.bulk import APPEND_REQUEST, Bulk
+from paceline.rpc.client import Backoff
+from paceline.rpc.status import RETRYABLE, raising
+from paceline.rpc.wire import row_spec_to_wire, timestamp
+from paceline.telemetry import get_logger
+from paceline.v1 import replay_pb2, replay_pb2_grpc, rows_pb2
+
+_PEER = "the replay service"
+_STOP_CHECK_SECONDS = 0.2
+"""How late a wait may notice the stop signal, which wakes nobody."""
+_JOIN_SECONDS = 1.0
+_STREAM_REUSE = 0.9
+"""Share of a stream's deadline after which the writer ends it itself and opens the next."""
+
+AppendBulk = Bulk[replay_pb2.AppendRequest]
+
+
+@dataclass(frozen=True)
+class _Sealed:
+    request: AppendBulk
+    block: Block
+    sealed_at: float  # monotonic
+
+    @property
+    def sequence(self) -> int:
+        return self.request.head.header.sequence
+
+
+class BlockWriter:
+    """Appends blocks on a thread of its own, over one stream.
+
+    A block stays here until replay acknowledges it; after a cut every block that is still here is sent again with its
+    old sequence, and replay knows which it has. `submit` waits while `max_blocks_in_flight` blocks are here: that is
+    the back-pressure.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        *,
+        run_id: str,
+        table: str,
+        spec: RowSpec,
+        collector_index: int,
+        collector_incarnation: int,
+        max_blocks_in_flight: int,
+        rpc: RpcConfig,
+        limiter_seconds: float,
+        metrics: CollectorMetrics,
+    ) -> None:
+        """Prepare; nothing is sent before `start`.
+
+        Args:
+            limiter_seconds: how long replay may hold one block back before it says so.
+        """
+        self._append = channel.stream_stream(
+            "/paceline.v1.ReplayService/Append",
+            request_serializer=APPEND_REQUEST.serialize,
+            response_deserializer=replay_pb2.AppendResponse.FromString,
+        )
+        self._stub = replay_pb2_grpc.ReplayServiceStub(channel)
+        self._run_id, self._table, self._spec = run_id, table, spec
+        self._index, self._incarnation = collector_index, collector_incarnation
+        self._window, self._rpc, self._metrics = max_blocks_in_flight, rpc, metrics
+        # A block may wait behind the others of the window, each of which the limiter may hold back.
+        self._answer_seconds = limiter_seconds + rpc.deadline_seconds
+        self._backoff, self._log = Backoff(rpc), get_logger()
+        self._changed = threading.Condition()
+        self._unacknowledged: collections.deque[_Sealed] = collections.deque()
+        self._next_sequence = 1
+        self._failure: PacelineError | None = None
+        self._outage = self._is_silent = False
+        self._last_answer = time.monotonic()
+        self._closing, self._abandoned = False, StopSignal()
+        self._call: grpc.Call | None = None
+        self._thread = threading.Thread(target=self._run, name="block-writer", daemon=True)
+        self.complete = False
+        """Replay has all the rows that the run asked for."""
+
+    @property
+    def in_flight(self) -> int:
+        """Blocks sealed and not acknowledged."""
+        return len(self._unacknowledged)
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._thread.start()
+
+    def submit(self, block: Block, stop: StopSignal) -> bool:
+        """Take a sealed block, whose rows must not change any more; whether there was room before the stop.
+
+        Waits while the window is full, as long as replay is slow or away; its log line says why.
+
+        Raises:
+            PacelineError: replay refused a block for good; no later one can be stored in order.
+        """
+        with self._changed:
+            while self._failure is None and len(self._unacknowledged) >= self._window and not self.complete:
+                if stop.is_set():
+                    return False
+                self._changed.wait(_STOP_CHECK_SECONDS)
+            if self._failure is not None:
+                raise self._failure
+            if self.complete:
+                return True  # no further row is wanted
+            self._enqueue(block)
+            return True
+
+    def close(self, rest: Sequence[Block], seconds: float) -> int:
+        """Send what is sealed, and `rest` after it, for at most `seconds`; rows that were not acknowledged."""
+        with self._changed:
+            if self._failure is None and not self.complete:
+                for block in rest:
+                    self._enqueue(block)
+            self._closing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._unacknowledged or self._failure is not None, seconds)
+            lost = sum(sealed.block.row_count for sealed in self._unacknowledged)
+            self._abandoned.set()
+            if self._call is not None:
+                self._call.cancel()
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_SECONDS)  # closing the channel ends a call that it may still be in
+        if lost and not self.complete:
+            self._log.warning(
+                "rows_not_appended", rows=lost, waited_seconds=seconds, reason="replay did not acknowledge"
+            )
+        return lost
+
+    def _enqueue(self, block: Block) -> None:
+        header = rows_pb2.BlockHeader(
+            collector_index=self._index,
+            collector_incarnation=self._incarnation,
+            sequence=self._next_sequence,
+            row_count=block.row_count,
+            row_spec_digest=self._spec.digest,
+            sealed_at=timestamp(),
+            checksum=block.checksum(),
+        )
+        head = replay_pb2.AppendRequest(run_id=self._run_id, table=self._table, header=header)
+        self._next_sequence += 1
+        if not self._unacknowledged:
+            self._last_answer = time.monotonic()
+        self._unacknowledged.append(_Sealed(Bulk(head, block.data), block, time.monotonic()))
+        self._metrics.blocks_in_flight.set(len(self._unacknowledged))
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while not self._done():
+                try:
+                    self._open_table()
+                    self._stream()
+                except (*RETRYABLE, NotFoundError) as error:
+                    # NotFoundError: replay came back without the table, which the next turn opens.
+                    if not self._abandoned.is_set():
+                        self._note_outage(error)
+                        self._abandoned.wait(self._backoff.next_seconds())
+        except PacelineError as error:
+            self._fail(error)
+        except Exception as error:
+            if self._abandoned.is_set():
+                return  # the channel was closed under a call
+            # The one boundary of this thread: its end must end the process, not stop the rows unnoticed.
+            self._log.error("block_writer_failed", exc_info=error)
+            self._fail(PacelineError(f"the block writer failed: {type(error).__name__}: {error}"))
+
+    def _done(self) -> bool:
+        with self._changed:
+            return self._abandoned.is_set() or (self._closing and not self._unacknowledged)
+
+    def _open_table(self) -> None:
+        request = replay_pb2.OpenTableRequest(
+            run_id=self._run_id, table=self._table, row_spec=row_spec_to_wire(self._spec)
+        )
+        with raising(_PEER):
+            answer = self._stub.OpenTable(request, timeout=self._rpc.deadline_seconds)
+        if answer.row_bytes != self._spec.row_bytes:
+            raise InvalidInputError(
+                f"{_PEER} lays a row of this table out in {answer.row_bytes} bytes: expected {self._spec.row_bytes}; "
+                "run the same version of Paceline on both sides"
+            )
+
+    def _stream(self) -> None:
+        """Send over one stream until it is cut, grows old, or everything is acknowledged at the end."""
+        ended = threading.Event()
+        with self._changed:
+            self._last_answer, self._is_silent = time.monotonic(), False
+        with raising(_PEER):
+            call = self._append(self._requests(ended), timeout=self._rpc.stream_seconds)
+            with self._changed:
+                self._call = call
+                if self._abandoned.is_set():
+                    call.cancel()
+            try:
+                for answer in call:
+                    self._acknowledge(answer)
+            except grpc.RpcError:
+                if self._is_silent:
+                    raise DeadlineError(
+                        f"{_PEER} acknowledged nothing for {self._answer_seconds:g} s, longer than its limiter may "
+                        "wait; the stream is cut and opened again"
+                    ) from None
+                raise
+            finally:
+                call.cancel()
+                with self._changed:
+                    ended.set()
+                    self._changed.notify_all()
+
+    def _requests(self, ended: threading.Event) -> Iterator[AppendBulk]:
+        """What one stream sends: every unacknowledged block from the oldest on, then each new one."""
+        sent, old_at = 0, time.monotonic() + self._rpc.stream_seconds * _STREAM_REUSE
+        while True:
+            with self._changed:
+                now = time.monotonic()
+                if ended.is_set() or self._abandoned.is_set() or now > old_at:
+                    return
+                sealed = next((each for each in self._unacknowledged if each.sequence > sent), None)
+                if sealed is None:
+                    if self._closing and not self._unacknowledged:
+                        return
+                    late_at = self._last_answer + self._answer_seconds if self._unacknowledged else old_at
+                    if now > late_at:
+                        self._is_silent = True
+                        if self._call is not None:
+                            self._call.cancel()
+                        return
+                    self._changed.wait(min(late_at, old_at) - now + 0.001)
+                    continue
+            yield sealed.request
+            sent = sealed.sequence
+
+    def _acknowledge(self, answer: replay_pb2.AppendResponse) -> None:
+        with self._changed:
+            self._last_answer = time.monotonic()
+            if not self._unacknowledged or self._unacknowledged[0].sequence != answer.sequence:
+                expected = self._unacknowledged[0].sequence if self._unacknowledged else "none"
+                raise InvalidInputError(
+                    f"{_PEER} acknowledged block {answer.sequence}: expected {expected}, the oldest of this collector"
+                )
+            sealed = self._unacknowledged.popleft()
+            self.complete = self.complete or answer.complete
+            self._metrics.blocks_in_flight.set(len(self._unacknowledged))
+            self._changed.notify_all()
+        self._metrics.append_seconds.observe(self._last_answer - sealed.sealed_at)
+        self._metrics.blocks_appended.inc()
+        self._metrics.rows_appended.inc(answer.stored_row_count)
+        self._metrics.bytes_appended.inc(answer.stored_row_count * self._spec.row_bytes)
+        if answer.duplicate:
+            self._metrics.duplicates.inc()
+        self._backoff.reset()
+        if self._outage:
+            self._outage = False
+            self._log.info("appends_resumed", sequence=answer.sequence)
+
+    def _note_outage(self, error: PacelineError) -> None:
+        reason = "limiter" if isinstance(error, LimiterTimeoutError) else "away"
+        if isinstance(error, DeadlineError) and not self._unacknowledged:
+            return  # a stream that grew old with nothing to send
+        self._metrics.append_failures.labels(reason).inc()
+        if not self._outage:
+            self._outage = True
+            self._log.warning("appends_waiting", reason=str(error), blocks=len(self._unacknowledged))
+
+    def _fail(self, error: PacelineError) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()

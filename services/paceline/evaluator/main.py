@@ -1,0 +1,141 @@
+"""The evaluator's entry: joins the run, opens its connections, evaluates, and ends in order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from prometheus_client import CollectorRegistry
+
+from paceline.actors import ActorSemantics, build_actor
+from paceline.config import Config
+from paceline.envs import (
+    EnvironmentDescription,
+    Environments,
+    FinishedEpisode,
+    describe_environment,
+    make_vector_environment,
+)
+from paceline.errors import ActorSemanticsError, DeadlineError, PacelineError
+from paceline.evaluator.loop import EvaluatingLoop
+from paceline.evaluator.metrics import ACTIVITIES, EvaluatorMetrics
+from paceline.process import StopSignal
+from paceline.replica import LogFirstWait, SnapshotPoller, join
+from paceline.rpc.client import Backoff, call_until_answered, open_channel
+from paceline.rpc.wire import identity_to_wire
+from paceline.snapshot import SnapshotHeader, StagedActor
+from paceline.telemetry import ActivityClock, get_logger, serve_metrics
+from paceline.v1 import run_pb2, run_pb2_grpc
+
+_PEER = "the learner's run service"
+
+
+def run(config: Config, *, stop: StopSignal) -> None:
+    """Evaluate each n-th snapshot until the run ended and its last one is evaluated, or until the stop.
+
+    Raises:
+        PacelineError: something that a person can mend.
+    """
+    settings, registry = config.evaluator, CollectorRegistry()
+    metrics = EvaluatorMetrics(registry)
+    clock = ActivityClock(metrics.activity_seconds, ACTIVITIES, "starting")
+    log = get_logger()
+    with ExitStack() as cleanup:
+        cleanup.callback(serve_metrics(registry, settings.metrics_listen, "evaluator").close)
+        # In this process: one more process for each episode of an evaluation would crowd out the collectors.
+        environment = config.env.model_copy(update={"vectorization": "sync"})
+        description = describe_environment(environment, algorithm=config.learner.algorithm.name)
+        channel = open_channel(config.learner.address, config.rpc)
+        cleanup.callback(channel.close)
+        stub = run_pb2_grpc.RunServiceStub(channel)
+        try:
+            place = join(stub, config, run_pb2.ROLE_EVALUATOR, stop)
+        except DeadlineError:
+            return  # stopped before the learner answered
+        semantics = ActorSemantics.from_json(place.actor_semantics_json)
+        _require_fits(semantics, description)
+        staged = StagedActor(build_actor(semantics))
+        poller = SnapshotPoller(
+            channel,
+            staged,
+            run_id=config.run_id,
+            rpc=config.rpc,
+            poll_seconds=config.collector.poll_seconds,
+            metrics=metrics.replica,
+            every_versions=settings.every_versions,
+        )
+        seeds = [settings.seed + number for number in range(settings.episodes)]
+        loop = EvaluatingLoop(
+            build_environments=lambda: Environments(
+                make_vector_environment(environment, settings.episodes), description, seeds
+            ),
+            seeds=seeds,
+            survive_faults=config.collector.on_environment_error == "reset",
+            staged=staged,
+            poller=poller,
+            report=lambda header, episodes: _report(stub, config, poller, stop, header, episodes),
+            metrics=metrics,
+            clock=clock,
+        )
+        cleanup.callback(loop.close)
+        poller.start()
+        cleanup.callback(poller.close)
+        loop.run(stop)
+        log.info("evaluator_ended", stopped=stop.is_set(), finished=poller.finished)
+
+
+def _report(
+    stub: run_pb2_grpc.RunServiceStub,
+    config: Config,
+    poller: SnapshotPoller,
+    stop: StopSignal,
+    header: SnapshotHeader,
+    episodes: Sequence[FinishedEpisode],
+) -> bool:
+    """Report one evaluation until the learner takes it; False when nobody takes it any more, or the stop came first."""
+    request = run_pb2.ReportEvaluationRequest(
+        run_id=config.run_id,
+        policy=identity_to_wire(header.identity),
+        learner_step=header.learner_step,
+        environment_step_count=header.environment_step_count,
+        episodes=[
+            run_pb2.Episode(episode_return=episode.episode_return, length=episode.length, terminated=episode.terminated)
+            for episode in episodes
+        ],
+    )
+    try:
+        call_until_answered(
+            lambda: stub.ReportEvaluation(request, timeout=config.rpc.deadline_seconds),
+            peer=_PEER,
+            backoff=Backoff(config.rpc),
+            stop=stop,
+            on_wait=_ReportWait(poller, config.learner.final_evaluation_seconds),
+        )
+    except DeadlineError:
+        return False
+    return True
+
+
+class _ReportWait(LogFirstWait):
+    """Gives up once the run is over for so long that nobody waits for the evaluation any more."""
+
+    def __init__(self, poller: SnapshotPoller, seconds: float) -> None:
+        super().__init__("evaluation_report_waiting")
+        self._poller, self._until = poller, time.monotonic() + seconds
+
+    def __call__(self, error: PacelineError, seconds: float) -> None:
+        super().__call__(error, seconds)
+        if self._poller.finished and time.monotonic() > self._until:
+            raise DeadlineError(
+                f"the run is over, and the learner did not take its last evaluation: {error}"
+            ) from error
+
+
+def _require_fits(semantics: ActorSemantics, description: EnvironmentDescription) -> None:
+    for name in ("observation_dim", "action_dim"):
+        if getattr(semantics, name) != getattr(description, name):
+            raise ActorSemanticsError(
+                f"the learner's actor has {name} {getattr(semantics, name)}: environment {description.id!r} has "
+                f"{getattr(description, name)}; start learner and evaluator with the same env settings"
+            )

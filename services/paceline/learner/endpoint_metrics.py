@@ -1,0 +1,183 @@
+"""What the endpoint process measures."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from paceline.identity import PolicyIdentity
+from paceline.learner.registry import RunRegistry
+from paceline.telemetry import LAG_BUCKETS, SECONDS_BUCKETS
+
+POLL_RESULTS = ("snapshot", "not_modified", "refused", "unavailable", "cancelled")
+ACTIVITIES = ("waiting", "taking_snapshot", "recording")
+_KEPT_VERSIONS = 2_000
+_KEPT_RETURNS = 100
+
+
+class EndpointMetrics(Collector):
+    """Metrics of one endpoint, in a registry of its own.
+
+    What is known only at times (versions, lags, ages, returns) is read from the state when somebody looks, and is
+    absent until it is known; so are the series of a collector that fell silent.
+    """
+
+    def __init__(self, registry: CollectorRegistry, run: RunRegistry, clock: Callable[[], float] = time.time) -> None:
+        """`clock` gives seconds since 1970."""
+        self._run, self._clock = run, clock
+        self._published: PolicyIdentity | None = None
+        self._published_at = 0.0
+        self._learner_steps: dict[int, int] = {}
+        self._returns: deque[float] = deque(maxlen=_KEPT_RETURNS)
+        self._evaluation: tuple[PolicyIdentity, float] | None = None
+        polls = Counter(
+            "paceline_endpoint_polls_total",
+            "Answered GetSnapshot calls by result. Bad: refused (a peer of another run or release), unavailable.",
+            ["result"],
+            registry=registry,
+        )
+        self._polls = {result: polls.labels(result) for result in POLL_RESULTS}
+        self.waiting_polls = Gauge(
+            "paceline_endpoint_waiting_polls",
+            "GetSnapshot calls held until something newer is there. Bad: 0 while collectors live.",
+            registry=registry,
+        )
+        self.sent_bytes = Counter(
+            "paceline_endpoint_snapshot_sent_bytes_total",
+            "Bytes of snapshots sent. Bad: near what the network carries.",
+            registry=registry,
+        )
+        self.poll_lag_versions = Histogram(
+            "paceline_endpoint_poll_lag_versions",
+            "Versions between the published one and the one a collector acts with, at each of its polls. "
+            "Bad: above 1 or 2 for long: snapshots come faster than collectors apply them.",
+            buckets=LAG_BUCKETS,
+            registry=registry,
+        )
+        self.durable_seconds = Histogram(
+            "paceline_endpoint_snapshot_durable_seconds",
+            "Seconds until a published version is on disk, before it is served. Bad: above the time between two.",
+            buckets=SECONDS_BUCKETS,
+            registry=registry,
+        )
+        self.skipped_snapshots = Counter(
+            "paceline_endpoint_skipped_snapshots_total",
+            "Snapshots that a newer one replaced before they were served. Bad: growing: the disk is too slow.",
+            registry=registry,
+        )
+        self.episodes = Counter(
+            "paceline_endpoint_episodes_total",
+            "Finished episodes that collectors reported. Bad: a rate of 0.",
+            registry=registry,
+        )
+        self.activity_seconds = Counter(
+            "paceline_endpoint_activity_seconds_total",
+            "Seconds of the loop that serves the training process, by what it did. Bad: little waiting.",
+            ["activity"],
+            registry=registry,
+        )
+        registry.register(self)
+
+    def count_poll(self, result: str) -> None:
+        """Count an answered poll by one of `POLL_RESULTS`."""
+        self._polls[result].inc()
+
+    def observe_poll(self, applied: PolicyIdentity | None) -> None:
+        """Observe how far a polling collector is behind; nothing while either side has no snapshot."""
+        if self._published is not None and applied is not None:
+            self.poll_lag_versions.observe(_lag(self._published, applied))
+
+    def published(self, identity: PolicyIdentity, learner_step: int, published_at: float) -> None:
+        """Note the snapshot that is served from now on; `published_at` in seconds since 1970."""
+        self._learner_steps[identity.version] = learner_step
+        if len(self._learner_steps) > _KEPT_VERSIONS:
+            del self._learner_steps[min(self._learner_steps)]
+        self._published_at = published_at
+        self._published = identity
+
+    def count_episodes(self, returns: Sequence[float]) -> None:
+        """Count finished episodes and note their returns."""
+        self.episodes.inc(len(returns))
+        self._returns.extend(returns)
+
+    def set_evaluation(self, policy: PolicyIdentity, mean_return: float) -> None:
+        """Note an evaluation."""
+        if self._evaluation is None or policy > self._evaluation[0]:
+            self._evaluation = (policy, mean_return)
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """For the registry: every family, without samples."""
+        yield from self._families().values()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """For the registry: the families that have a value now."""
+        families = self._families()
+        alive = self._run.alive()
+        families["collectors"].add_metric([], len(alive))
+        families["environment_steps"].add_metric([], self._run.environment_steps())
+        published = self._published
+        if published is not None:
+            families["published_version"].add_metric([], published.version)
+            families["published_incarnation"].add_metric([], published.incarnation)
+            families["snapshot_age_seconds"].add_metric([], max(self._clock() - self._published_at, 0.0))
+        for collector in alive:
+            if collector.applied is None:
+                continue
+            label = [str(collector.index)]
+            families["applied_version"].add_metric(label, collector.applied.version)
+            if published is not None:
+                families["publish_lag_versions"].add_metric(label, _lag(published, collector.applied))
+                steps = self._learner_steps.get(published.version), self._learner_steps.get(collector.applied.version)
+                if steps[0] is not None and steps[1] is not None:
+                    families["publish_lag_updates"].add_metric(label, max(steps[0] - steps[1], 0))
+        returns = list(self._returns)
+        if returns:
+            families["episode_return_mean"].add_metric([], sum(returns) / len(returns))
+        if self._evaluation is not None:
+            families["evaluation_version"].add_metric([], self._evaluation[0].version)
+            families["evaluation_return_mean"].add_metric([], self._evaluation[1])
+        yield from (family for family in families.values() if family.samples)
+
+    def _families(self) -> dict[str, GaugeMetricFamily]:
+        return {
+            name: GaugeMetricFamily(f"paceline_endpoint_{name}", documentation, labels=labels)
+            for name, (documentation, labels) in _GAUGES.items()
+        }
+
+
+_GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "published_version": ("Policy version served now. Bad: standing still while rows arrive.", ()),
+    "published_incarnation": ("Incarnation of the learner that published it. Bad: growing often.", ()),
+    "snapshot_age_seconds": (
+        "Seconds since the served snapshot was published. Bad: growing far beyond the publish interval: "
+        "the training process is stuck.",
+        (),
+    ),
+    "applied_version": (
+        "Policy version that a collector acts with, by its last poll. Bad: standing still.",
+        ("collector",),
+    ),
+    "publish_lag_versions": (
+        "Published version minus the one a collector acts with. Bad: above 2 for long, or growing.",
+        ("collector",),
+    ),
+    "publish_lag_updates": (
+        "Learner updates between the published snapshot and the one a collector acts with; absent when that one is "
+        "older than the endpoint remembers. Bad: growing.",
+        ("collector",),
+    ),
+    "collectors": ("Collectors heard within learner.silence_seconds. Bad: fewer than were started.", ()),
+    "environment_steps": ("Environment steps of the run, by snapshots and reports. Bad: standing still.", ()),
+    "episode_return_mean": (f"Mean return of the last {_KEPT_RETURNS} episodes, explored ones. Bad: falling.", ()),
+    "evaluation_version": ("Policy version of the newest evaluation. Bad: far behind the published one.", ()),
+    "evaluation_return_mean": ("Mean return of the newest evaluation. Bad: falling.", ()),
+}
+
+
+def _lag(published: PolicyIdentity, applied: PolicyIdentity) -> int:
+    return max(published.version - applied.version, 0)

@@ -1,0 +1,134 @@
+"""ParameterService: conditional, chunked, long-polled snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from paceline.errors import PacelineError, ProtocolMismatchError, UnavailableError
+from paceline.identity import PROTOCOL_VERSION, PolicyIdentity, is_newer, require_same_run
+from paceline.learner.endpoint_metrics import EndpointMetrics
+from paceline.learner.publication import Publication, ServedSnapshot
+from paceline.learner.registry import RunRegistry
+from paceline.rpc.wire import identity_from_wire
+from paceline.v1 import parameters_pb2 as pb
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterService"].full_name
+MAX_WAIT_SECONDS = 60.0
+_ANSWER_SECONDS = 0.5
+"""A waiting poll is answered so long before the caller's deadline, or a quarter of what is left, if that is less."""
+
+
+def require_protocol(theirs: int) -> None:
+    """Raise ProtocolMismatchError unless the caller speaks this protocol."""
+    if theirs != PROTOCOL_VERSION:
+        raise ProtocolMismatchError(
+            f"the caller speaks protocol version {theirs}: expected {PROTOCOL_VERSION}; "
+            "run the same release of Paceline on both sides"
+        )
+
+
+class ParameterService:
+    """Wire in, publication out. Answers are bytes that were serialised once, whoever asks for them."""
+
+    def __init__(
+        self,
+        run_id: str,
+        publication: Publication,
+        registry: RunRegistry,
+        metrics: EndpointMetrics,
+        *,
+        silence_seconds: float,
+    ) -> None:
+        """`silence_seconds`: a collector whose poll is held is heard more often than that."""
+        self._run_id, self._publication, self._registry, self._metrics = run_id, publication, registry, metrics
+        self._sign_of_life_seconds = silence_seconds / 3
+
+    def register(self, server: Any) -> None:
+        """Add the service to a server. Its messages are plain protobuf, only made elsewhere."""
+        handler = grpc.unary_stream_rpc_method_handler(
+            self.GetSnapshot, request_deserializer=pb.GetSnapshotRequest.FromString, response_serializer=None
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, {"GetSnapshot": handler}),))
+
+    async def GetSnapshot(
+        self, request: pb.GetSnapshotRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        """Give the newest snapshot if the caller may want it, or say that there is none.
+
+        A finished run is said at once, also to those who would wait.
+        """
+        # The caller may go away at any await, or while it is sent a chunk.
+        result = "cancelled"
+        try:
+            snapshot = await self._wait(request, context)
+            if snapshot is None:
+                answer = self._publication.not_modified()
+                result = "not_modified"
+                yield answer
+                return
+            yield snapshot.header_message(self._publication.run_state)
+            for chunk in snapshot.chunks:
+                yield chunk
+                self._metrics.sent_bytes.inc(len(chunk))
+            result = "snapshot"
+        except UnavailableError:
+            result = "unavailable"
+            raise
+        except PacelineError:
+            result = "refused"
+            raise
+        finally:
+            self._metrics.count_poll(result)
+
+    async def _wait(self, request: pb.GetSnapshotRequest, context: grpc.aio.ServicerContext) -> ServedSnapshot | None:
+        """The snapshot to send; None when there is nothing newer."""
+        require_same_run(self._run_id, request.run_id)
+        require_protocol(request.protocol_version)
+        have = identity_from_wire(request.have) if request.HasField("have") else None
+        if request.HasField("replica"):
+            noted, applied = self._hear(request.replica)
+            if noted:
+                self._metrics.observe_poll(applied)
+        ready = self._ready(have, request.at_least_version)
+        seconds = _wait_seconds(request, context)
+        if ready is not None or seconds <= 0:
+            return ready
+        with self._metrics.waiting_polls.track_inprogress():
+            loop = asyncio.get_running_loop()
+            deadline = loop.time() + seconds
+            while (
+                ready is None
+                and self._publication.run_state != pb.RUN_STATE_FINISHED
+                and (left := deadline - loop.time()) > 0
+            ):
+                await self._publication.wait_for_change(min(left, self._sign_of_life_seconds))
+                if request.HasField("replica"):
+                    self._hear(request.replica)
+                ready = self._ready(have, request.at_least_version)
+        return ready
+
+    def _ready(self, have: PolicyIdentity | None, at_least_version: int) -> ServedSnapshot | None:
+        self._publication.require_serving()
+        newest = self._publication.newest
+        if newest is None or newest.identity.version < at_least_version or not is_newer(newest.identity, have):
+            return None
+        return newest
+
+    def _hear(self, replica: pb.ReplicaReport) -> tuple[bool, PolicyIdentity | None]:
+        """Note that a collector lives, and what it acts with; whether it was noted, and that."""
+        applied = identity_from_wire(replica.applied) if replica.HasField("applied") else None
+        # A replaced collector still gets its answer: it learns of its fate from RunService, and no row depends on it.
+        return self._registry.polled(replica.collector_index, replica.collector_incarnation, applied), applied
+
+
+def _wait_seconds(request: pb.GetSnapshotRequest, context: grpc.aio.ServicerContext) -> float:
+    wait = min(request.wait.seconds + request.wait.nanos * 1e-9, MAX_WAIT_SECONDS)
+    if wait <= 0:
+        return 0.0
+    left = context.time_remaining()
+    return wait if left is None else min(wait, left - min(_ANSWER_SECONDS, left / 4))

@@ -1,0 +1,253 @@
+"""Wire in, domain call, wire out. `rpc.status` turns errors into codes.
+
+Requests are parsed here and not by gRPC, so that malformed bytes get INVALID_ARGUMENT, and the rows of a block are
+never copied out of the message that brought them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import grpc
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+from paceline.errors import (
+    BlockError,
+    InvalidInputError,
+    LimiterTimeoutError,
+    NotFoundError,
+    PacelineError,
+    ReplacedError,
+    RowSpecError,
+    RunMismatchError,
+    StoreFullError,
+    StoreReadOnlyError,
+    UnavailableError,
+)
+from paceline.identity import require_same_run
+from paceline.replay.metrics import APPEND_ACTIVITIES, SAMPLE_ACTIVITIES, ReplayMetrics
+from paceline.replay.streams import Credit, Stream, Streams
+from paceline.replay.table import Table
+from paceline.replay.tables import Tables
+from paceline.rpc.bulk import APPEND_REQUEST, SAMPLE_RESPONSE, Bulk
+from paceline.rpc.wire import row_spec_from_wire, row_spec_to_wire
+from paceline.tables.limiter import Ended
+from paceline.tables.samplers import UniformSampler
+from paceline.telemetry import ActivityClock
+from paceline.v1 import replay_pb2 as pb
+
+SERVICE = "paceline.v1.ReplayService"
+
+MESSAGE_BYTES = 1 << 20
+"""Rows in one answer of Sample: large batches are cut, small ones share a message."""
+
+MAX_SEQUENCE = 1 << 53
+"""Above this Redis' scripts could not tell neighbours apart."""
+
+
+_REASONS: dict[type[PacelineError], str] = {
+    RunMismatchError: "run",
+    RowSpecError: "row_spec",
+    InvalidInputError: "malformed",
+    NotFoundError: "table",
+    ReplacedError: "replaced",
+    StoreFullError: "store_full",
+    StoreReadOnlyError: "store_read_only",
+    LimiterTimeoutError: "limiter",
+    UnavailableError: "unavailable",
+}
+"""The first that fits names why a block was refused."""
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+class ReplayService:
+    """The RPCs of ReplayService for one run."""
+
+    def __init__(self, run_id: str, tables: Tables, metrics: ReplayMetrics, *, max_collectors: int) -> None:
+        self._run_id, self._tables, self._metrics = run_id, tables, metrics
+        self._max_collectors = max_collectors
+        self._streams = Streams(on_change=tables.wake, opened=metrics.streams)
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a server needs to serve the RPCs."""
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "OpenTable": unary(self.open_table, None, pb.OpenTableResponse.SerializeToString),
+                "Append": stream(self.append, None, pb.AppendResponse.SerializeToString),
+                "Sample": stream(self.sample, None, SAMPLE_RESPONSE.serialize),
+                "DescribeTables": unary(self.describe_tables, None, pb.DescribeTablesResponse.SerializeToString),
+            },
+        )
+
+    def drain(self) -> None:
+        """End every stream: what is in work is finished and acknowledged, what waits ends with UNAVAILABLE."""
+        self._streams.drain()
+
+    def open_table(self, data: bytes, context: grpc.ServicerContext) -> pb.OpenTableResponse:
+        """Serve OpenTable."""
+        request = _parse(pb.OpenTableRequest, data)
+        self._admit(request.run_id)
+        table = self._tables.open(request.table, row_spec_from_wire(request.row_spec))
+        return pb.OpenTableResponse(row_bytes=table.spec.row_bytes, capacity_row_count=table.ring.capacity_rows)
+
+    def append(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[pb.AppendResponse]:
+        """Serve Append."""
+        clock = ActivityClock(self._metrics.activity_seconds, APPEND_ACTIVITIES, "receive")
+        with self._streams.open("Append", context) as stream:
+            for data in stream.receive(requests):
+                clock.switch("check")
+                with self._counting_refusals():
+                    response = self._append_one(data, stream.why_ended, clock)
+                clock.switch("receive")
+                yield response
+
+    def sample(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Bulk[pb.SampleResponse]]:
+        """Serve Sample."""
+        clock = ActivityClock(self._metrics.activity_seconds, SAMPLE_ACTIVITIES, "credit")
+        with self._streams.open("Sample", context) as stream:
+            data = next(stream.receive(requests), None)
+            if data is None:
+                return
+            first = self._parse_sample(data)
+            table = self._tables[first.table]
+            credit = Credit(stream, requests, lambda later: self._more_batches(later, first), first.batch_count)
+            yield from _batches(table, first, credit, stream, clock)
+
+    def describe_tables(self, data: bytes, context: grpc.ServicerContext) -> pb.DescribeTablesResponse:
+        """Serve DescribeTables."""
+        self._admit(_parse(pb.DescribeTablesRequest, data).run_id)
+        return pb.DescribeTablesResponse(tables=[_description(table) for table in self._tables.open_tables])
+
+    def _admit(self, run_id: str) -> None:
+        require_same_run(self._run_id, run_id)
+        self._tables.require_ready()
+
+    def _append_one(self, data: bytes, ended: Ended, clock: ActivityClock) -> pb.AppendResponse:
+        bulk = APPEND_REQUEST.deserialize(data)
+        request, header = bulk.head, bulk.head.header
+        self._admit(request.run_id)
+        table = self._tables[request.table]
+        if not 0 <= header.collector_index < self._max_collectors:
+            raise BlockError(
+                f"collector_index {header.collector_index}: expected 0 to {self._max_collectors - 1}, "
+                "below collector.max_count"
+            )
+        if header.collector_incarnation < 1 or not 1 <= header.sequence < MAX_SEQUENCE:
+            raise BlockError(
+                f"a block has collector_incarnation {header.collector_incarnation} and sequence {header.sequence}: "
+                f"expected 1 or more, and a sequence below {MAX_SEQUENCE}"
+            )
+        done = table.append(header, memoryview(bulk.payload), ended, clock)  # type: ignore[arg-type]
+        return pb.AppendResponse(
+            sequence=header.sequence,
+            stored_row_count=done.stored_row_count,
+            duplicate=done.duplicate,
+            complete=done.complete,
+        )
+
+    def _parse_sample(self, data: bytes) -> pb.SampleRequest:
+        request = _parse(pb.SampleRequest, data)
+        self._admit(request.run_id)
+        if request.batch_size < 1 or request.batch_count < 1:
+            raise InvalidInputError(
+                f"batch_size {request.batch_size} and batch_count {request.batch_count}: expected 1 or more of each"
+            )
+        return request
+
+    def _more_batches(self, data: bytes, first: pb.SampleRequest) -> int:
+        request = self._parse_sample(data)
+        if (request.table, request.batch_size) != (first.table, first.batch_size):
+            raise InvalidInputError(
+                f"a later request asks for batches of {request.batch_size} from {request.table!r}: expected "
+                f"{first.batch_size} from {first.table!r} as in the first; open another stream for others"
+            )
+        return request.batch_count
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except PacelineError as error:
+            reason = next((reason for cls, reason in _REASONS.items() if isinstance(error, cls)), "other")
+            self._metrics.refused_blocks.labels(reason).inc()
+            raise
+
+
+def _batches(
+    table: Table, first: pb.SampleRequest, credit: Credit, stream: Stream, clock: ActivityClock
+) -> Iterator[Bulk[pb.SampleResponse]]:
+    """The messages that a Sample stream owes, until the client asks for no more."""
+    batch_size = first.batch_size
+    message_rows = max(1, MESSAGE_BYTES // table.spec.row_bytes)
+    buffer = np.empty((message_rows, table.spec.row_bytes), np.uint8)
+    sampler = UniformSampler(first.seed if first.HasField("seed") else None)
+    granted = 0  # rows that the limiter has let pass and that are not sent yet
+    while True:
+        if granted < message_rows:
+            clock.switch("credit")
+            owed = credit.wait() if granted == 0 else credit.owed
+            if owed == 0 and granted == 0:
+                return
+            clock.switch("limiter")
+            # What is granted never waits for more: only the first batch of a message may wait.
+            wanted = min(owed, -(-(message_rows - granted) // batch_size))
+            batches = table.grant_samples(batch_size, wanted, stream.why_ended, wait=granted == 0) if wanted else 0
+            credit.take(batches)
+            granted += batches * batch_size
+        clock.switch("gather")
+        rows = buffer[: min(granted, message_rows)]
+        table.sample(sampler, rows)
+        granted -= len(rows)
+        head = pb.SampleResponse(
+            row_count=len(rows),
+            table_row_count=table.ring.row_count,
+            inserted_row_count=table.limiter.inserted,
+            row_spec_digest=table.spec.digest,
+        )
+        clock.switch("send")
+        yield Bulk(head, rows)  # serialised before the next round fills the buffer again
+
+
+def _description(table: Table) -> pb.TableDescription:
+    settings = table.limiter.settings
+    limiter = pb.LimiterDescription(
+        min_row_count=settings.min_rows,
+        samples_per_insert=settings.samples_per_insert,
+        window_row_count=settings.window_rows,
+    )
+    limiter.deadline.FromMilliseconds(round(settings.deadline_seconds * 1000))
+    return pb.TableDescription(
+        name=table.name,
+        row_spec=row_spec_to_wire(table.spec),
+        capacity_row_count=table.ring.capacity_rows,
+        row_count=table.ring.row_count,
+        block_count=table.ring.block_count,
+        inserted_row_count=table.limiter.inserted,
+        sampled_row_count=table.limiter.sampled,
+        memory_bytes=table.ring.memory_bytes,
+        limiter=limiter,
+        collectors=[
+            pb.CollectorPosition(
+                collector_index=collector,
+                collector_incarnation=position.incarnation,
+                sequence=position.sequence,
+            )
+            for collector, position in sorted(table.positions.items())
+        ],
+    )
+
+
+def _parse(message_type: type[MessageT], data: bytes) -> MessageT:
+    try:
+        return message_type.FromString(data)
+    except DecodeError as error:
+        raise InvalidInputError(
+            f"{len(data)} bytes are not a {message_type.DESCRIPTOR.full_name}: "
+            "the peer must send the messages of protos/paceline/v1"
+        ) from error

@@ -1,0 +1,155 @@
+"""Open streams: what they wait for, and how they end when the caller goes away or the service stops."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import grpc
+from prometheus_client import Gauge
+
+from paceline.errors import PacelineError, UnavailableError
+
+
+class Stream:
+    """One open stream."""
+
+    def __init__(self, context: grpc.ServicerContext, streams: Streams) -> None:
+        self.context = context
+        self.changed = threading.Condition()
+        """Notified when the stream ends, or as its credit grows."""
+        self.idle = False
+        """Nothing of the caller's is in work: the stream may be cut."""
+        self._streams, self._gone = streams, False
+
+    def why_ended(self) -> PacelineError | None:
+        """Why no wait of this stream makes sense any more, or None."""
+        if self._streams.draining:
+            return UnavailableError("replay is stopping: what it has not acknowledged is to be sent again, retry")
+        return UnavailableError("the caller went away") if self._gone else None
+
+    def receive(self, requests: Iterator[bytes]) -> Iterator[bytes]:
+        """Each request as it comes. Raises UnavailableError when the service stops."""
+        while True:
+            if not self._streams.set_idle(self, True):
+                raise UnavailableError("replay is stopping: what it has not acknowledged is to be sent again, retry")
+            data = next(requests, None)
+            self._streams.set_idle(self, False)
+            if data is None:
+                return
+            yield data
+
+    def end(self) -> None:
+        """The call is over: nothing waits for it any more."""
+        self._gone = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the stream's waits look at `why_ended`."""
+        with self.changed:
+            self.changed.notify_all()
+
+
+class Streams:
+    """Every open stream of a service."""
+
+    def __init__(self, *, on_change: Callable[[], None], opened: Gauge) -> None:
+        """`on_change` wakes the waits that streams share, such as those of limiters."""
+        self.draining = False
+        self._on_change, self._opened = on_change, opened
+        self._lock = threading.Lock()
+        self._streams: set[Stream] = set()
+
+    @contextmanager
+    def open(self, rpc: str, context: grpc.ServicerContext) -> Iterator[Stream]:
+        """A stream for the time of its call."""
+        stream = Stream(context, self)
+
+        def on_end() -> None:
+            stream.end()
+            self._on_change()
+
+        if not context.add_callback(on_end):
+            raise UnavailableError("the caller went away")
+        with self._lock:
+            self._streams.add(stream)
+        self._opened.labels(rpc).inc()
+        try:
+            yield stream
+        finally:
+            self._opened.labels(rpc).dec()
+            with self._lock:
+                self._streams.discard(stream)
+
+    def set_idle(self, stream: Stream, idle: bool) -> bool:
+        """Note whether a stream is between two requests; False: the service is stopping."""
+        with self._lock:
+            stream.idle = idle
+            return not self.draining
+
+    def drain(self) -> None:
+        """End every stream: the idle ones are cut at once, the others end when their work is done."""
+        with self._lock:
+            self.draining = True
+            streams = list(self._streams)
+            for stream in streams:
+                if stream.idle:
+                    stream.context.cancel()
+        for stream in streams:
+            stream.wake()
+        self._on_change()
+
+
+class Credit:
+    """Batches that a stream owes. A thread reads requests ahead, so that one that comes early is a prefetch."""
+
+    def __init__(self, stream: Stream, requests: Iterator[bytes], count: Callable[[bytes], int], owed: int) -> None:
+        """Args: `count` gives the batches that a request adds; `owed`: those of the first request."""
+        self._stream, self._requests, self._count = stream, requests, count
+        self._owed, self._closed = owed, False
+        self._error: PacelineError | None = None
+        threading.Thread(target=self._read_ahead, name="credit", daemon=True).start()
+
+    @property
+    def owed(self) -> int:
+        """Batches owed now."""
+        return self._owed
+
+    def wait(self) -> int:
+        """Batches owed, as soon as there is one; 0 when the client asks for no more.
+
+        Ends with the call, whose deadline is the client's.
+
+        Raises:
+            PacelineError: the service stops, the caller went away, or a request was malformed.
+        """
+        with self._stream.changed:
+            while True:
+                error = self._error or self._stream.why_ended()
+                if error is not None:
+                    raise error
+                if self._owed or self._closed:
+                    return self._owed
+                self._stream.changed.wait()
+
+    def take(self, batches: int) -> None:
+        """So many are no longer owed."""
+        with self._stream.changed:
+            self._owed -= batches
+
+    def _read_ahead(self) -> None:
+        try:
+            for data in self._requests:
+                more = self._count(data)
+                with self._stream.changed:
+                    self._owed += more
+                    self._stream.changed.notify_all()
+        except PacelineError as error:
+            self._error = error
+        except grpc.RpcError:
+            pass  # the call is over
+        finally:
+            with self._stream.changed:
+                self._closed = True
+                self._stream.changed.notify_all()

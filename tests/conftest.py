@@ -1,0 +1,22 @@
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from paceline.process import limit_threads
+
+# One compute thread, as every process of a run has: before a test imports numpy or torch.
+limit_threads(os.environ)
+
+# The same examples in every run, and no example fails for being slow on a busy machine.
+settings.register_profile("paceline", deadline=None, derandomize=True)
+settings.load_profile("paceline")
+
+END_TO_END = Path(__file__).parent / "e2e"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if END_TO_END in item.path.parents:
+            item.add_marker(pytest.mark.slow)

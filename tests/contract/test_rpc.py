@@ -1,0 +1,412 @@
+"""Both kinds of server keep the same promises: errors, ports, health, reflection, drain."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from paceline import errors
+from paceline.config import RpcConfig
+from paceline.errors import PacelineError, PortTakenError, TooManyStreamsError, UnavailableError
+from paceline.process import StopSignal
+from paceline.rpc.client import Backoff, call_until_answered, open_channel
+from paceline.rpc.server import AioServer, Server
+from paceline.rpc.status import code_of, raising
+from paceline.v1 import parameters_pb2, parameters_pb2_grpc, replay_pb2, replay_pb2_grpc, run_pb2, run_pb2_grpc
+
+ERRORS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, PacelineError)]
+DEADLINE_SECONDS = 20
+CONFIG = RpcConfig(drain_seconds=10)
+
+
+class Scene:
+    """What the test's services do is told in the run id of a call; waits end when the test says so."""
+
+    def __init__(self) -> None:
+        self.entered, self.release = threading.Semaphore(0), threading.Event()
+
+    def play(self, run_id: str) -> None:
+        action, _, message = run_id.partition(":")
+        if action == "wait":
+            self.entered.release()
+            self.release.wait(float(message or DEADLINE_SECONDS))
+        elif action == "bug":
+            raise ZeroDivisionError(message)
+        elif action != "answer":
+            raise getattr(errors, action)(message)
+
+    def wait_until_entered(self) -> None:
+        assert self.entered.acquire(timeout=DEADLINE_SECONDS), "the call did not reach the server"
+
+
+class Replay(replay_pb2_grpc.ReplayServiceServicer):
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+
+    def DescribeTables(self, request, context):
+        self._scene.play(request.run_id)
+        return replay_pb2.DescribeTablesResponse()
+
+    def Append(self, requests, context):
+        for request in requests:
+            yield replay_pb2.AppendResponse(sequence=request.header.sequence)
+            self._scene.play(request.run_id)
+
+
+class Run(run_pb2_grpc.RunServiceServicer):
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+
+    async def Join(self, request, context):
+        await asyncio.to_thread(self._scene.play, request.run_id)
+        return run_pb2.JoinResponse()
+
+
+class Parameters(parameters_pb2_grpc.ParameterServiceServicer):
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+
+    async def GetSnapshot(self, request, context):
+        yield parameters_pb2.GetSnapshotResponse(chunk=b"x")
+        await asyncio.to_thread(self._scene.play, request.run_id)
+
+
+class LoopServer:
+    """An AioServer on an event loop in a thread, with the methods of Server."""
+
+    def __init__(self, make: Callable[[], AioServer]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        try:
+            self._server = self._on_loop(self._make(make))
+        except BaseException:
+            self._end_loop()
+            raise
+        self.port = self._server.port
+
+    async def _make(self, make: Callable[[], AioServer]) -> AioServer:
+        return make()
+
+    def _on_loop(self, coroutine):
+        future: Future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return future.result(DEADLINE_SECONDS)
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(DEADLINE_SECONDS)
+        self._loop.close()
+
+    def start(self) -> None:
+        self._on_loop(self._server.start())
+
+    def set_serving(self, serving: bool) -> None:
+        self._on_loop(self._server.set_serving(serving))
+
+    def stop(self) -> None:
+        self._on_loop(self._server.stop())
+        self._end_loop()
+
+
+@dataclass
+class Kind:
+    """One kind of server with its services: how to make it, and how to call it."""
+
+    make: Callable[[Scene, str, RpcConfig], Server | LoopServer]
+    services: tuple[str, ...]
+    unary: Callable[..., object]
+    stream: Callable[[grpc.Channel, str], Iterator[object]]
+
+
+def thread_pool(scene: Scene, listen: str = "127.0.0.1:0", config: RpcConfig = CONFIG, max_streams: int = 4) -> Server:
+    return Server(
+        listen,
+        config,
+        services=["paceline.v1.ReplayService"],
+        register=[partial(replay_pb2_grpc.add_ReplayServiceServicer_to_server, Replay(scene))],
+        max_streams=max_streams,
+    )
+
+
+def event_loop(scene: Scene, listen: str = "127.0.0.1:0", config: RpcConfig = CONFIG) -> LoopServer:
+    register = [
+        partial(run_pb2_grpc.add_RunServiceServicer_to_server, Run(scene)),
+        partial(parameters_pb2_grpc.add_ParameterServiceServicer_to_server, Parameters(scene)),
+    ]
+    services = ["paceline.v1.RunService", "paceline.v1.ParameterService"]
+    return LoopServer(lambda: AioServer(listen, config, services=services, register=register))
+
+
+def describe(channel: grpc.Channel, run_id: str, timeout: float = DEADLINE_SECONDS) -> object:
+    request = replay_pb2.DescribeTablesRequest(run_id=run_id)
+    return replay_pb2_grpc.ReplayServiceStub(channel).DescribeTables(request, timeout=timeout)
+
+
+def append(channel: grpc.Channel, run_id: str) -> Iterator[object]:
+    requests = iter([replay_pb2.AppendRequest(run_id=run_id)])
+    return replay_pb2_grpc.ReplayServiceStub(channel).Append(requests, timeout=DEADLINE_SECONDS)
+
+
+def join(channel: grpc.Channel, run_id: str, timeout: float = DEADLINE_SECONDS) -> object:
+    return run_pb2_grpc.RunServiceStub(channel).Join(run_pb2.JoinRequest(run_id=run_id), timeout=timeout)
+
+
+def get_snapshot(channel: grpc.Channel, run_id: str) -> Iterator[object]:
+    request = parameters_pb2.GetSnapshotRequest(run_id=run_id)
+    return parameters_pb2_grpc.ParameterServiceStub(channel).GetSnapshot(request, timeout=DEADLINE_SECONDS)
+
+
+KINDS = {
+    "thread pool": Kind(thread_pool, ("paceline.v1.ReplayService",), describe, append),
+    "event loop": Kind(event_loop, ("paceline.v1.RunService", "paceline.v1.ParameterService"), join, get_snapshot),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request) -> Kind:
+    return KINDS[request.param]
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+@pytest.fixture(scope="module")
+def running(kind: Kind) -> Iterator[grpc.Channel]:
+    server = kind.make(Scene(), "127.0.0.1:0", CONFIG)
+    server.start()
+    server.set_serving(True)
+    with open_channel(f"127.0.0.1:{server.port}", CONFIG) as channel:
+        yield channel
+    server.stop()
+
+
+@pytest.fixture
+def start(kind: Kind, scene: Scene):
+    """Starts servers of the kind, and stops what the test left."""
+    servers = []
+
+    def start_server(config: RpcConfig = CONFIG, make=kind.make) -> Server | LoopServer:
+        server = make(scene, "127.0.0.1:0", config)
+        server.start()
+        servers.append(server)
+        stop = server.stop
+
+        def stop_once() -> None:
+            if server in servers:
+                servers.remove(server)
+                stop()
+
+        server.stop = stop_once
+        return server
+
+    yield start_server
+    scene.release.set()
+    for server in list(servers):
+        server.stop()
+
+
+def call_until_refused(call: Callable[[], object]) -> None:
+    """Raises what the first refused call raises; a drain begins some time after it was asked for."""
+    give_up = time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < give_up:
+        call()
+
+
+def health_of(channel: grpc.Channel, service: str = "") -> str:
+    request = health_pb2.HealthCheckRequest(service=service)
+    response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=DEADLINE_SECONDS)
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+
+
+@pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
+def test_an_error_of_a_unary_call_arrives_as_the_class_that_was_raised(kind, running, cls):
+    with pytest.raises(PacelineError) as caught, raising("peer"):
+        kind.unary(running, f"{cls.__name__}:wert für β: 3\nerwartet: 4")
+    assert type(caught.value) is cls
+    assert str(caught.value) == "wert für β: 3\nerwartet: 4"
+    assert caught.value.__cause__.code() == code_of(cls(""))
+
+
+@pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
+def test_an_error_within_a_stream_arrives_as_the_class_that_was_raised_after_what_was_sent(kind, running, cls):
+    received = []
+    with pytest.raises(PacelineError) as caught, raising("peer"):
+        received.extend(kind.stream(running, f"{cls.__name__}:message"))
+    assert type(caught.value) is cls
+    assert str(caught.value) == "message"
+    assert caught.value.__cause__.code() == code_of(cls(""))
+
+
+def test_a_fault_of_the_service_itself_is_internal_and_names_the_exception(kind, running):
+    for call in (kind.unary, lambda channel, run_id: list(kind.stream(channel, run_id))):
+        with pytest.raises(PacelineError, match=r"INTERNAL.*ZeroDivisionError: by nought") as caught, raising("peer"):
+            call(running, "bug:by nought")
+        assert type(caught.value) is PacelineError
+
+
+def test_an_absent_peer_is_unavailable_and_named(kind):
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))  # bound, so that nobody else listens there, and not listening
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+        with open_channel(address, CONFIG) as channel, pytest.raises(UnavailableError, match=f"learner at {address}"):  # noqa: SIM117
+            with raising(f"learner at {address}"):
+                kind.unary(channel, "answer")
+
+
+def test_health_is_off_until_the_service_says_so_for_the_server_and_for_each_service(kind, start):
+    server = start()
+    with open_channel(f"127.0.0.1:{server.port}", CONFIG) as channel:
+        assert {health_of(channel, service) for service in ("", *kind.services)} == {"NOT_SERVING"}
+        server.set_serving(True)
+        assert {health_of(channel, service) for service in ("", *kind.services)} == {"SERVING"}
+        server.set_serving(False)
+        assert {health_of(channel, service) for service in ("", *kind.services)} == {"NOT_SERVING"}
+        with pytest.raises(grpc.RpcError) as caught:
+            health_of(channel, "paceline.v1.NoSuchService")
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+def test_reflection_lists_the_services_and_describes_them(kind, running):
+    database = ProtoReflectionDescriptorDatabase(running)
+    expected = {*kind.services, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert set(database.get_services()) == expected
+    for service in kind.services:
+        file = database.FindFileContainingSymbol(service)
+        assert service.rpartition(".")[2] in {described.name for described in file.service}
+
+
+def test_a_port_that_another_server_or_program_holds_is_refused_by_address(kind, start, scene):
+    server = start()
+    address = f"127.0.0.1:{server.port}"
+    with pytest.raises(PortTakenError, match=f"cannot listen on {address}: the port is taken"):
+        kind.make(scene, address, CONFIG)
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PortTakenError):
+        kind.make(scene, f"127.0.0.1:{other.getsockname()[1]}", CONFIG)
+    with open_channel(address, CONFIG) as channel:
+        kind.unary(channel, "answer")
+
+
+def test_a_drain_lets_calls_in_progress_finish_and_refuses_new_ones(kind, start, scene):
+    server = start()
+    server.set_serving(True)
+    with open_channel(f"127.0.0.1:{server.port}", CONFIG) as channel:
+        answers: list[object] = []
+        caller = threading.Thread(target=lambda: answers.append(kind.unary(channel, "wait")))
+        caller.start()
+        scene.wait_until_entered()
+        stopper = threading.Thread(target=server.stop)
+        stopper.start()
+        with pytest.raises(UnavailableError), raising("peer"):
+            call_until_refused(lambda: kind.unary(channel, "answer"))
+        assert stopper.is_alive()
+        scene.release.set()
+        for thread in (caller, stopper):
+            thread.join(DEADLINE_SECONDS)
+            assert not thread.is_alive()
+        assert len(answers) == 1
+
+
+def test_a_drain_cuts_what_outlasts_it(kind, start, scene):
+    server = start(RpcConfig(drain_seconds=0.1))
+    with open_channel(f"127.0.0.1:{server.port}", CONFIG) as channel:
+        stream = kind.stream(channel, "wait")
+        next(stream)
+        scene.wait_until_entered()
+        stopper = threading.Thread(target=server.stop)
+        stopper.start()
+        with pytest.raises(UnavailableError), raising("peer"):
+            next(stream)
+        scene.release.set()
+        stopper.join(DEADLINE_SECONDS)
+        assert not stopper.is_alive()
+
+
+def test_a_client_finds_a_server_that_starts_later(kind, scene):
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+    config = RpcConfig(backoff_initial_seconds=0.01, backoff_max_seconds=0.1)
+    servers = []
+
+    def start_after_a_failure(error: PacelineError, seconds: float) -> None:
+        if not servers:
+            servers.append(kind.make(scene, address, config))
+            servers[0].start()
+
+    with open_channel(address, config) as channel:
+        call_until_answered(
+            lambda: kind.unary(channel, "answer"),
+            peer="peer",
+            backoff=Backoff(config, 0),
+            stop=StopSignal(),
+            on_wait=start_after_a_failure,
+        )
+    servers[0].stop()
+
+
+def test_streams_above_the_limit_are_refused_while_short_calls_are_answered(scene):
+    server = thread_pool(scene, max_streams=2)
+    server.start()
+    try:
+        with open_channel(f"127.0.0.1:{server.port}", CONFIG) as channel:
+            held = [append(channel, "wait") for _ in range(2)]
+            for stream in held:
+                next(stream)
+                scene.wait_until_entered()
+            with pytest.raises(TooManyStreamsError, match="2 streams are open"), raising("replay"):
+                next(append(channel, "answer"))
+            describe(channel, "answer")
+            assert health_of(channel) == "NOT_SERVING"
+
+            scene.release.set()
+            for stream in held:
+                assert list(stream) == []
+            call_until_answered(
+                lambda: list(append(channel, "answer")), peer="replay", backoff=Backoff(CONFIG, 0), stop=StopSignal()
+            )
+    finally:
+        scene.release.set()
+        server.stop()
+
+
+def test_a_stream_that_failed_gives_its_place_back(scene):
+    server = thread_pool(scene, max_streams=1)
+    server.start()
+    try:
+        with open_channel(f"127.0.0.1:{server.port}", CONFIG) as channel:
+            for _ in range(5):
+                with pytest.raises(errors.BlockError), raising("replay"):
+                    call_until_answered(
+                        lambda: list(append(channel, "BlockError:bad")),
+                        peer="replay",
+                        backoff=Backoff(CONFIG, 0),
+                        stop=StopSignal(),
+                    )
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+def test_a_call_that_is_silent_for_longer_than_two_pings_is_not_cut(kind, start):
+    server = start(RpcConfig())
+    with open_channel(f"127.0.0.1:{server.port}", RpcConfig()) as channel:
+        kind.unary(channel, "wait:45", timeout=60)
+
+
+def test_pings_as_frequent_as_the_settings_say_are_not_taken_for_abuse(kind, start):
+    # Twenty pings while nothing is said: a server that expects fewer closes the connection after three.
+    config = RpcConfig(keepalive_seconds=0.1)
+    server = start(config)
+    with open_channel(f"127.0.0.1:{server.port}", config) as channel:
+        kind.unary(channel, "wait:2")

@@ -1,0 +1,36 @@
+"""Starts trainings, and ends those that a test left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e.harness import SMALL, Training
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Iterator[Callable[..., Training]]:
+    """Start `paceline train` on the Pendulum preset, small; `run_id` names its folder."""
+    started: list[Training] = []
+
+    def start(
+        *arguments: str, run_id: str = "trial", config: str = "configs/pendulum-sac.yaml", small: bool = True
+    ) -> Training:
+        settings = [f"run.id={run_id}", f"run.directory={tmp_path}", *(SMALL if small else ()), *arguments]
+        training = Training(tmp_path / run_id, [config, *settings])
+        started.append(training)
+        return training
+
+    yield start
+    for training in started:
+        if training.process.poll() is None:
+            training.process.terminate()
+            try:
+                training.process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(training.process.pid, signal.SIGKILL)

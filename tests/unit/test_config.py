@@ -1,0 +1,209 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from paceline import config
+from paceline.config import Config, load, redact_url
+from paceline.errors import ConfigError
+
+PRESETS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+SECRET = "s3cr3t-Pa55"
+URL = f"redis://user:{SECRET}@store:6379/0"
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_file(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_file
+
+
+def test_no_source_at_all_gives_the_defaults():
+    assert load() == Config()
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(write):
+    path = write("run: {seed: 1}\nlearner: {batch_size: 1}\ncollector: {count: 1}\n")
+    variables = {"PACELINE_LEARNER__BATCH_SIZE": "2", "PACELINE_COLLECTOR__COUNT": "2", "HOME": "/root"}
+    settings = load(path, ["collector.count=3"], variables)
+    assert (settings.run.seed, settings.learner.batch_size, settings.collector.count) == (1, 2, 3)
+
+
+def test_an_override_of_one_key_leaves_its_neighbours(write):
+    path = write("replay:\n  tables:\n    transitions: {capacity_rows: 5000}\n")
+    settings = load(path, ["replay.tables.transitions.limiter.min_rows=50"])
+    table = settings.replay.tables["transitions"]
+    assert (table.capacity_rows, table.limiter.min_rows) == (5000, 50)
+
+
+def test_a_section_that_the_file_leaves_empty_can_be_filled_from_outside(write):
+    assert load(write("run:\nenv:\n  id: CartPole-v1\n"), ["run.seed=4"]).run.seed == 4
+
+
+def test_values_on_the_command_line_are_yaml():
+    settings = load(None, ["learner.algorithm.hidden=[64, 32]", "evaluator.enabled=false", "env.kwargs={g: 9.8}"])
+    assert settings.learner.algorithm.hidden == (64, 32)
+    assert settings.evaluator.enabled is False
+    assert settings.env.kwargs == {"g": 9.8}
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("learner.bath_size=3", ["learner.bath_size", "3", "unknown key", "learner.batch_size"]),
+        ("lerner.batch_size=3", ["lerner", "unknown key", "learner"]),
+        ("replay.tables.mine.limiter.min_row=3", ["replay.tables.mine.limiter.min_row", "3", "limiter.min_rows"]),
+        ("learner.batch_size=many", ["learner.batch_size", "'many'", "integer"]),
+        ("learner.batch_size=0", ["learner.batch_size", "0", "greater than 0"]),
+        ("learner.algorithm.gamma=1.5", ["learner.algorithm.gamma", "1.5", "less than or equal to 1"]),
+        ("learner.algorithm.gamma=.nan", ["learner.algorithm.gamma", "nan", "finite"]),
+        ("env.autoreset=never", ["env.autoreset", "'never'", "'next_step' or 'same_step'"]),
+        ("replay.listen=here", ["replay.listen", "'here'", "host:port"]),
+        ("replay.listen=127.0.0.1:70000", ["replay.listen", "70000", "65535"]),
+        ("run.id=../other", ["run.id", "'../other'", "letters"]),
+        ("learner.table=unrolls", ["learner.table", "'unrolls'", "transitions"]),
+        ("learner=3", ["learner", "3"]),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_what_was_expected(override, parts):
+    with pytest.raises(ConfigError) as caught:
+        load(None, [override])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_every_wrong_setting_of_a_file_is_listed_at_once(write):
+    with pytest.raises(ConfigError) as caught:
+        load(write("run: {seed: -1}\nenv: {idd: x}\nlearner: {batch_size: no}\n"))
+    message = str(caught.value)
+    assert "3 wrong setting(s)" in message
+    assert "run.yaml" in message
+    assert "run.seed" in message
+    assert "did you mean env.id?" in message
+    assert "learner.batch_size" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("run: [", "not valid YAML"), ("- a\n- b\n", "holds a list"), ("just words", "holds a str")],
+)
+def test_a_file_that_is_no_tree_of_settings_is_refused(write, text, said):
+    with pytest.raises(ConfigError, match=said):
+        load(write(text))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.yaml: no such file; presets lie in configs/"):
+        load(tmp_path / "absent.yaml")
+
+
+def test_an_empty_file_means_the_defaults(write):
+    assert load(write("")) == Config()
+
+
+@pytest.mark.parametrize("argument", ["run.seed", "=3", ""])
+def test_an_argument_without_key_or_value_is_refused(argument):
+    with pytest.raises(ConfigError, match="expected key=value, such as"):
+        load(None, [argument])
+
+
+def test_a_key_below_a_value_is_refused(write):
+    with pytest.raises(ConfigError, match="'seed' is a value, not a section"):
+        load(write("run: {seed: 1}"), ["run.seed.deep=1"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["collector.block_rows=200", "replay.tables.transitions.capacity_rows=150"], ["200", "150", "at most"]),
+        (["replay.tables.transitions.capacity_rows=99"], ["min_rows is 100", "99", "sampling never begins"]),
+        (["replay.tables.transitions.limiter.window_rows=10"], ["window_rows is 10", "at least 16640"]),
+        (["run.environment_steps=50"], ["environment_steps is 50", "100", "ends before it learns"]),
+    ],
+)
+def test_settings_that_could_only_stall_the_run_are_refused_with_the_smallest_that_works(overrides, parts):
+    with pytest.raises(ConfigError) as caught:
+        load(None, overrides)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_the_band_named_as_smallest_is_accepted():
+    settings = load(None, ["replay.tables.transitions.limiter.window_rows=16640"])
+    assert settings.limiter_window_rows() == 16640
+    assert Config().limiter_window_rows() == 2 * 16640
+    assert load(None, ["learner.updates=learner_bound"]).limiter_window_rows() is None
+
+
+def test_a_password_is_in_no_dump_and_no_text():
+    settings = load(None, [f"replay.redis_url={URL}"])
+    assert settings.replay.redis_url is not None
+    assert settings.replay.redis_url.get_secret_value() == URL
+    for text in (config.dump(settings), repr(settings), str(settings), settings.model_dump_json()):
+        assert SECRET not in text
+    assert "redis://user:***@store:6379/0" in config.dump(settings)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [f"replay.redis_url=[{URL!r}]", f"replay.redis_url={{url: {URL!r}}}"],
+)
+def test_a_password_is_in_no_error(override):
+    with pytest.raises(ConfigError) as caught:
+        load(None, [override])
+    assert "replay.redis_url" in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("override", [f"replay.redis_ulr={URL}", f"replay.redis={URL}", f"replay={URL}"])
+def test_a_password_under_a_misspelt_key_is_in_no_error(override):
+    with pytest.raises(ConfigError) as caught:
+        load(None, [override])
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://store:6379/0", "redis://store:6379/0"),
+        ("redis://:pw@store:6379", "redis://:***@store:6379"),
+        ("rediss://me:p:w@store", "rediss://me:***@store"),
+        ("unix:///run/redis.sock", "unix:///run/redis.sock"),
+        ("redis://me:p@w@store:1", "redis://me:***@store:1"),
+        ("redis://me:p/w@store:1", "redis://me:***@store:1"),
+        ("redis://store:1/0?password=pw&db=3", "redis://store:1/0?password=***&db=3"),
+    ],
+)
+def test_only_the_password_of_a_url_is_hidden(url, shown):
+    assert redact_url(url) == shown
+
+
+def test_a_dump_is_a_file_that_gives_the_same_settings(write):
+    settings = load(None, ["run.id=first", "learner.algorithm.target_entropy=-2", "collector.environments=4"])
+    dumped = config.dump(settings)
+    assert load(write(dumped)) == settings
+    assert yaml.safe_load(dumped)["replay"]["tables"]["transitions"]["limiter"]["deadline_seconds"] == 30.0
+
+
+def test_settings_cannot_be_changed_after_they_were_checked():
+    with pytest.raises(Exception, match="frozen"):
+        Config().run.seed = 3
+
+
+def test_a_run_without_an_id_has_no_folder_yet():
+    with pytest.raises(ConfigError, match=r"run\.id=first-try"):
+        Config().run_folder  # noqa: B018
+    assert load(None, ["run.id=a", "run.directory=/data"]).run_folder == Path("/data/a")
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_loads(path):
+    assert isinstance(load(path), Config)
+
+
+def test_the_presets_that_the_documents_name_are_there():
+    assert {"pendulum-sac", "halfcheetah-sac"} <= {path.stem for path in PRESETS}

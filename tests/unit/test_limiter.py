@@ -1,0 +1,186 @@
+"""The limiter holds the ratio within its window, never holds both sides back, and says what it waits for."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import ConfigError, InvalidInputError, LimiterTimeoutError, PacelineError, UnavailableError
+from paceline.tables.limiter import Limiter, LimiterSettings
+
+SECONDS = 30
+
+
+def settings(**changes) -> LimiterSettings:
+    values = {"min_rows": 100, "samples_per_insert": 4.0, "window_rows": 1000.0, "deadline_seconds": SECONDS}
+    return LimiterSettings(**{**values, **changes})
+
+
+def never() -> None:
+    return None
+
+
+def refuse() -> PacelineError:
+    return UnavailableError("would wait")
+
+
+def try_insert(limiter: Limiter, rows: int) -> bool:
+    try:
+        limiter.reserve_insert(rows, refuse)
+    except UnavailableError:
+        return False
+    limiter.settle_insert(rows, rows)
+    return True
+
+
+@given(
+    ratio=st.sampled_from([0.5, 1.0, 4.0, 256.0]),
+    batch=st.integers(1, 64),
+    block=st.integers(1, 32),
+    extra=st.integers(0, 50),
+    min_rows=st.integers(1, 100),
+    turns=st.lists(st.booleans(), max_size=200),
+)
+def test_the_ratio_stays_within_the_window_and_one_side_can_always_go_on(ratio, batch, block, extra, min_rows, turns):
+    window = batch + math.ceil(block * ratio) + extra
+    limiter = Limiter(
+        "t", settings(min_rows=min_rows, samples_per_insert=ratio, window_rows=window, deadline_seconds=1)
+    )
+    inserted = sampled = 0  # the oracle's
+    for insert in turns:
+        after_insert = (inserted + block - min_rows) * ratio - sampled
+        after_sample = (inserted - min_rows) * ratio - sampled - batch
+        may_insert = after_insert <= window / 2
+        may_sample = inserted >= min_rows and after_sample >= -window / 2
+        assert may_insert or may_sample
+        if insert:
+            assert try_insert(limiter, block) == may_insert
+            inserted += block * may_insert
+        else:
+            assert limiter.grant_samples(batch, 1, never, wait=False) == may_sample
+            sampled += batch * may_sample
+        assert (limiter.inserted, limiter.sampled) == (inserted, sampled)
+
+
+@pytest.mark.parametrize(("window", "fits"), [(128, False), (4 * 64 + 255, False), (4 * 64 + 256, True)])
+def test_a_window_too_small_for_one_batch_and_one_block_is_refused_with_the_smallest_that_is_not(window, fits):
+    limits = settings(window_rows=window)
+    if fits:
+        limits.require_room(batch_rows=256, block_rows=64)
+    else:
+        with pytest.raises(ConfigError, match="expected at least 512"):
+            limits.require_room(batch_rows=256, block_rows=64)
+
+
+def test_several_batches_are_granted_at_once_as_far_as_the_window_goes():
+    limiter = Limiter("t", settings(), inserted=100)
+    assert limiter.grant_samples(100, 50, never) == 5  # down to -500, the lower edge
+    assert limiter.grant_samples(100, 50, never, wait=False) == 0
+
+
+def test_rows_set_aside_count_until_they_are_settled():
+    limiter = Limiter("t", settings(), inserted=100)
+    limiter.reserve_insert(125, never)  # up to +500, the upper edge
+    assert not try_insert(limiter, 1)
+    limiter.settle_insert(125, 0)
+    assert limiter.inserted == 100
+    assert try_insert(limiter, 125)
+
+
+@pytest.mark.parametrize("side", ["insert", "sample"])
+def test_a_side_that_waits_goes_on_as_soon_as_the_other_has_moved(side):
+    limiter = Limiter("t", settings(), inserted=100, sampled=0 if side == "insert" else 500)
+    started, done = threading.Event(), threading.Event()
+
+    def ended() -> None:
+        started.set()  # asked only when there is something to wait for
+
+    def wait() -> None:
+        if side == "insert":
+            limiter.reserve_insert(125, never)
+            limiter.settle_insert(125, 125)
+            limiter.reserve_insert(1, ended)
+        else:
+            limiter.grant_samples(100, 1, ended)
+        done.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert started.wait(SECONDS)
+    assert not done.is_set()
+    if side == "insert":
+        assert limiter.grant_samples(100, 1, never) == 1
+    else:
+        assert try_insert(limiter, 100)
+    assert done.wait(SECONDS)
+    thread.join(SECONDS)
+
+
+def test_an_insert_that_is_held_back_too_long_says_side_state_and_what_it_waits_for():
+    limiter = Limiter("transitions", settings(deadline_seconds=0.01), inserted=225)
+    with pytest.raises(LimiterTimeoutError) as caught:
+        limiter.reserve_insert(10, never)
+    for part in ("append to table 'transitions'", "225 rows are inserted and 0 sampled", "40 rows must be sampled"):
+        assert part in str(caught.value)
+
+
+def test_a_sample_that_is_held_back_too_long_says_side_state_and_what_it_waits_for():
+    few = Limiter("transitions", settings(deadline_seconds=0.01), inserted=57)
+    with pytest.raises(LimiterTimeoutError, match="sample of table 'transitions'.* 57 of the 100 rows .*collectors"):
+        few.grant_samples(256, 1, never)
+    ahead = Limiter("transitions", settings(deadline_seconds=0.01), inserted=100, sampled=400)
+    with pytest.raises(LimiterTimeoutError, match="100 rows are inserted and 400 sampled.* overstep the window"):
+        ahead.grant_samples(256, 1, never)
+
+
+def test_what_could_never_pass_is_refused_at_once():
+    limiter = Limiter("t", settings())
+    with pytest.raises(InvalidInputError, match="at most 250 rows"):
+        limiter.reserve_insert(251, never)
+    with pytest.raises(InvalidInputError, match="at most 1000"):
+        limiter.grant_samples(1001, 1, never)
+
+
+def test_a_wait_ends_when_its_caller_is_gone():
+    limiter, gone, started, caught = Limiter("t", settings()), threading.Event(), threading.Event(), []
+
+    def ended() -> PacelineError | None:
+        started.set()
+        return UnavailableError("the caller went away") if gone.is_set() else None
+
+    def wait() -> None:
+        try:
+            limiter.grant_samples(256, 1, ended)
+        except UnavailableError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert started.wait(SECONDS)
+    gone.set()
+    limiter.wake()
+    thread.join(SECONDS)
+    assert caught == ["the caller went away"]
+
+
+def test_a_free_ratio_waits_for_the_minimum_alone():
+    limiter = Limiter("t", settings(samples_per_insert=None, window_rows=None))
+    assert limiter.grant_samples(10, 1, never, wait=False) == 0
+    assert all(try_insert(limiter, 1000) for _ in range(100))
+    assert limiter.grant_samples(10**6, 1000, never) == 1000
+
+
+def test_when_no_row_will_come_any_more_samples_run_free():
+    limiter = Limiter("t", settings(), inserted=100, sampled=500)
+    assert limiter.grant_samples(256, 10, never, wait=False) == 0
+    limiter.complete()
+    assert limiter.grant_samples(256, 10, never, wait=False) == 10
+
+
+def test_ratio_and_window_come_together():
+    with pytest.raises(ConfigError, match="expected both"):
+        settings(window_rows=None)
