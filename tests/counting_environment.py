@@ -18,7 +18,7 @@ class Counting(gymnasium.Env[Any, Any]):
     Seeded with 0 it terminates after 2 steps; with 1 it is truncated after 3; with 2 both, after 2 steps.
     """
 
-    metadata: dict[str, Any] = {}  # noqa: RUF012 - as Gymnasium declares it
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - as Gymnasium declares it
     action_space = Box(-1.0, 1.0, (1,), np.float32)
 
     def __init__(self, dtype: str = "float32") -> None:

@@ -16,14 +16,14 @@ from typing import Any
 import grpc
 import torch
 
-from paceline.actors import Actor, build_actor, squashed_gaussian_semantics
+from paceline.actors import Actor, ActorSemantics, build_actor, squashed_gaussian_semantics
 from paceline.config import RpcConfig
+from paceline.errors import ProtocolMismatchError, RunMismatchError
 from paceline.identity import PROTOCOL_VERSION, PolicyIdentity
 from paceline.rows import Block, Column, RowSpec, transition_spec
 from paceline.rpc.server import server_options
 from paceline.rpc.status import code_of, metadata_of
 from paceline.rpc.wire import row_spec_from_wire, row_spec_to_wire, snapshot_header_to_wire
-from paceline.errors import ProtocolMismatchError, RunMismatchError
 from paceline.snapshot import SnapshotHeader, make_header, pack_state
 from paceline.v1 import (
     parameters_pb2,
@@ -40,9 +40,9 @@ PENDULUM = transition_spec(Column("observation", "float32", (3,)), Column("actio
 SEMANTICS = squashed_gaussian_semantics(3, hidden=(16, 16), action_low=(-2.0,), action_high=(2.0,))
 
 
-def make_actor(seed: int = 0) -> Actor:
+def make_actor(seed: int = 0, semantics: ActorSemantics = SEMANTICS) -> Actor:
     torch.manual_seed(seed)
-    return build_actor(SEMANTICS)
+    return build_actor(semantics)
 
 
 def serve(*services: Any, port: int = 0) -> tuple[grpc.Server, int]:
@@ -63,8 +63,17 @@ def abort(context: grpc.ServicerContext, error: Exception) -> None:
 class Learner(parameters_pb2_grpc.ParameterServiceServicer, run_pb2_grpc.RunServiceServicer):
     """Serves what `publish` was given; `faults` holds what goes wrong with the next answers, in order."""
 
-    def __init__(self, spec: RowSpec = PENDULUM, *, incarnation: int = 1, warmup_steps: int = 0) -> None:
-        self.spec, self.incarnation, self.warmup_steps = spec, incarnation, warmup_steps
+    def __init__(
+        self,
+        spec: RowSpec = PENDULUM,
+        semantics: ActorSemantics = SEMANTICS,
+        *,
+        incarnation: int = 1,
+        warmup_steps: int = 0,
+    ) -> None:
+        self.spec, self.semantics = spec, semantics
+        self.incarnation, self.warmup_steps = incarnation, warmup_steps
+        self.ignores_have = False
         self.changed = threading.Condition()
         self.snapshot: tuple[SnapshotHeader, bytes] | None = None
         self.run_state = parameters_pb2.RUN_STATE_RUNNING
@@ -82,7 +91,7 @@ class Learner(parameters_pb2_grpc.ParameterServiceServicer, run_pb2_grpc.RunServ
     def publish(
         self, version: int, actor: Actor | None = None, *, run_id: str = RUN_ID, learner_step: int | None = None
     ) -> SnapshotHeader:
-        actor = actor or make_actor(version)
+        actor = actor or make_actor(version, self.semantics)
         payload = pack_state(actor)
         header = make_header(
             actor,
@@ -116,7 +125,9 @@ class Learner(parameters_pb2_grpc.ParameterServiceServicer, run_pb2_grpc.RunServ
             if self.snapshot is None:
                 return False
             identity = self.snapshot[0].identity
-            return (identity.incarnation, identity.version) > have and identity.version >= request.at_least_version
+            return (
+                self.ignores_have or (identity.incarnation, identity.version) > have
+            ) and identity.version >= request.at_least_version
 
         with self.changed:
             state = self.run_state
@@ -156,7 +167,7 @@ class Learner(parameters_pb2_grpc.ParameterServiceServicer, run_pb2_grpc.RunServ
             incarnation=self.joins,
             row_spec=row_spec_to_wire(self.spec),
             table=TABLE,
-            actor_semantics_json=SEMANTICS.to_json(),
+            actor_semantics_json=self.semantics.to_json(),
             warmup_step_count=self.warmup_steps,
             run_seed=7,
             run_state=self.run_state,
@@ -179,9 +190,9 @@ class Replay(replay_pb2_grpc.ReplayServiceServicer):
         self.blocks: list[replay_pb2.AppendRequest] = []
         self.known: dict[tuple[int, int], int] = {}
         self.duplicates = 0
-        self.received = 0
-        self.aborts_left: int | None = None
+        self.received = self.streams = 0
         self.abort_every, self.complete_after_rows = abort_every, complete_after_rows
+        self.refusal: Exception | None = None
         self.open = threading.Event()
         self.open.set()
         self.spec: RowSpec | None = None
@@ -210,8 +221,12 @@ class Replay(replay_pb2_grpc.ReplayServiceServicer):
         return replay_pb2.OpenTableResponse(row_bytes=self.spec.row_bytes, capacity_row_count=10**6)
 
     def Append(self, requests: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        with self.changed:
+            self.streams += 1
         for request in requests:
             header = request.header
+            if self.refusal is not None:
+                abort(context, self.refusal)
             with self.changed:
                 self.received += 1
                 self.changed.notify_all()

@@ -7,8 +7,8 @@ import signal
 
 import numpy as np
 import pytest
-from counting_environment import build, require_whole_episodes
 
+from counting_environment import build, require_whole_episodes
 from paceline.errors import EnvironmentFaultError
 
 

@@ -85,7 +85,7 @@ def test_a_matrix_of_rows_travels_as_its_bytes_and_is_not_copied_on_arrival():
 
 def test_fields_of_a_later_version_are_passed_over():
     tag = encoder.TagBytes(900, wire_format.WIRETYPE_LENGTH_DELIMITED)
-    fixed = encoder.TagBytes(901, wire_format.WIRETYPE_FIXED64) + bytes(8) + encoder.TagBytes(902, 5) + bytes(4)
+    fixed = encoder.TagBytes(901, wire_format.WIRETYPE_FIXED64) + bytes(range(8)) + encoder.TagBytes(902, 5) + bytes(4)
     data = tag + b"\x03new" + fixed + plain(pb.AppendRequest(table="t"), b"rows").SerializeToString()
     bulk = APPEND.deserialize(data)
     assert bulk.head.table == "t"

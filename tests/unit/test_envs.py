@@ -7,8 +7,8 @@ import math
 import gymnasium
 import numpy as np
 import pytest
-from counting_environment import build, collect_until, require_whole_episodes
 
+from counting_environment import build, collect_until, require_whole_episodes
 from paceline.config import EnvConfig
 from paceline.envs import (
     Environments,

@@ -130,10 +130,10 @@ def test_an_insert_that_is_held_back_too_long_says_side_state_and_what_it_waits_
 
 def test_a_sample_that_is_held_back_too_long_says_side_state_and_what_it_waits_for():
     few = Limiter("transitions", settings(deadline_seconds=0.01), inserted=57)
-    with pytest.raises(LimiterTimeoutError, match="sample of table 'transitions'.* 57 of the 100 rows .*collectors"):
+    with pytest.raises(LimiterTimeoutError, match=r"sample of table 'transitions'.* 57 of the 100 rows .*collectors"):
         few.grant_samples(256, 1, never)
     ahead = Limiter("transitions", settings(deadline_seconds=0.01), inserted=100, sampled=400)
-    with pytest.raises(LimiterTimeoutError, match="100 rows are inserted and 400 sampled.* overstep the window"):
+    with pytest.raises(LimiterTimeoutError, match=r"100 rows are inserted and 400 sampled.* overstep the window"):
         ahead.grant_samples(256, 1, never)
 
 

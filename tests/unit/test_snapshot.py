@@ -165,7 +165,7 @@ def test_the_bytes_are_a_copy_that_later_updates_do_not_reach() -> None:
     digest = hashlib.sha256(payload).digest()
     with torch.no_grad():
         for parameter in actor.parameters():
-            parameter += 1
+            parameter.add_(1)
     assert hashlib.sha256(payload).digest() == digest
 
 

@@ -47,7 +47,12 @@ class Endpoint:
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], connection: socket.socket, memory: SnapshotMemory, config: Config
+        self,
+        process: subprocess.Popen[bytes],
+        connection: socket.socket,
+        memory: SnapshotMemory,
+        config: Config,
+        incarnation: int,
     ) -> None:
         """Use `start`."""
         self._process, self._memory = process, memory
@@ -55,7 +60,8 @@ class Endpoint:
         self._connection, self._incoming = connection, connection.dup()
         self._connection.settimeout(SEND_SECONDS)
         self._incoming.setblocking(False)
-        self._run_id, self._drain_seconds = config.run_id, config.rpc.drain_seconds
+        self._run_id, self._incarnation = config.run_id, incarnation
+        self._drain_seconds = config.rpc.drain_seconds
         self._lock = threading.RLock()
         self._buffer = bytearray()
         self._free_slots = set(range(SLOT_COUNT))
@@ -97,14 +103,13 @@ class Endpoint:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), memory.descriptor),
             )
-        endpoint = cls(process, mine, memory, config)
+        endpoint = cls(process, mine, memory, config, incarnation)
         try:
             endpoint._send(
                 Message(
                     "start",
                     {
                         "config": config.model_dump(mode="json"),
-                        "incarnation": incarnation,
                         "actor_semantics_json": actor_semantics_json,
                         "resumed_environment_steps": resumed_environment_steps,
                     },
@@ -143,7 +148,7 @@ class Endpoint:
         Where snapshots come faster than the disk, one that was not served yet gives way to the next.
 
         Raises:
-            ConflictError: the version is not above every earlier one of the run.
+            ConflictError: the version is not above every earlier one of the run, or another incarnation made it.
             SnapshotError: the payload has not the length that the header says.
             UnavailableError: the endpoint ended, or does not take the snapshot.
         """
@@ -152,6 +157,11 @@ class Endpoint:
             raise SnapshotError(
                 f"snapshot {header.identity} has {len(payload)} bytes: expected {header.payload_bytes}, as its header "
                 "says"
+            )
+        if header.identity.incarnation != self._incarnation:
+            raise ConflictError(
+                f"snapshot {header.identity} is published by incarnation {self._incarnation} of the learner: "
+                "expected its own"
             )
         with self._lock:
             if header.identity.version <= self._last_version:

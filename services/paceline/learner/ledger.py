@@ -64,7 +64,8 @@ class Ledger:
                 )
             )
             incarnation, version = _read_incarnation(folder), _read_version(folder)
-            if not resume and (version or any(_read_members(folder).values())):
+            members = _read_members(folder)
+            if not resume and (version or any(members.values())):
                 raise ConflictError(
                     f"run {run_folder.name!r} was used before (incarnation {incarnation}, version {version}, in "
                     f"{run_folder}): resume it with --resume, or choose another run.id"

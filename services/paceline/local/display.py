@@ -107,7 +107,7 @@ def _figures(status: RunStatus) -> list[tuple[str, str]]:
         (
             "replay",
             f"{_number(status.replay_rows)}/{status.replay_capacity} rows"
-            + (f", {status.waiting} waits" if status.waiting else ""),
+            + (f", {status.waiting}s wait" if status.waiting else ""),
         ),
         ("left", _clock(status.seconds_left) if status.seconds_left is not None else "-"),
     ]

@@ -18,7 +18,7 @@ from paceline.errors import ConflictError, DeadlineError, NotFoundError, Unavail
 from paceline.local.display import open_display
 from paceline.local.embedded import EmbeddedRedis
 from paceline.local.processes import ServiceProcess
-from paceline.local.scrape import Page, read_pages
+from paceline.local.scrape import Page, read_page
 from paceline.local.status import StatusReader
 from paceline.process import StopSignal, limit_threads
 from paceline.report import write_report
@@ -103,9 +103,12 @@ class _Services:
     def start(self) -> None:
         """Start them all; each waits for those that it needs."""
         resume = ["--resume"] if self._resume else []
-        self._start("replay", ["replay"], resume, ["replay.metrics_listen"])
+        self._start("replay", ["replay"], resume, {"replay": "replay.metrics_listen"})
         self.learner = self._start(
-            "learner", ["learner"], resume, ["learner.metrics_listen", "learner.endpoint_metrics_listen"]
+            "learner",
+            ["learner"],
+            resume,
+            {"learner": "learner.metrics_listen", "endpoint": "learner.endpoint_metrics_listen"},
         )
         for index in range(self._config.collector.count):
             self._start_with_metrics(f"collector-{index}", "collector", ["--index", str(index)])
@@ -130,14 +133,15 @@ class _Services:
     def look_after(self) -> bool:
         """Restart what a signal ended; whether the run is complete. Raises ServiceFailedError."""
         for process in self._processes:
-            before = self._last_pages.get(process.name)
-            if process.keep_alive() and before is not None:
-                self._add_seconds(process.name, before)
+            if process.keep_alive():
+                # What the new process counts begins at 0 again.
+                for name in process.metrics_ports:
+                    self._add_seconds(name, self._last_pages.pop(name, Page()))
         return self.learner.has_ended_well()
 
     def pages(self) -> dict[str, Page]:
         """The metrics of every process that answers, by its name."""
-        pages = {process.name: read_pages(process.metrics_ports) for process in self._processes}
+        pages = {name: read_page(port) for process in self._processes for name, port in process.metrics_ports.items()}
         self._last_pages.update({name: page for name, page in pages.items() if page.samples})
         return pages
 
@@ -167,7 +171,9 @@ class _Services:
             for process in group:
                 process.wait(share)
 
-    def _start(self, name: str, arguments: list[str], resume: list[str], metrics_keys: list[str]) -> ServiceProcess:
+    def _start(
+        self, name: str, arguments: list[str], resume: list[str], metrics_keys: Mapping[str, str]
+    ) -> ServiceProcess:
         overrides = [f"{key}={address}" for key, address in self._addresses.items()]
         process = ServiceProcess(
             name,
@@ -175,7 +181,7 @@ class _Services:
             restart_arguments=["--resume"] if arguments[0] in ("replay", "learner") and not resume else [],
             environment=self._environment,
             log_path=self._folder / "logs" / f"{name}.log",
-            metrics_ports=[_port_of(self._addresses[key]) for key in metrics_keys],
+            metrics_ports={page: _port_of(self._addresses[key]) for page, key in metrics_keys.items()},
         )
         self._processes.append(process)
         return process
@@ -183,7 +189,7 @@ class _Services:
     def _start_with_metrics(self, name: str, role: str, options: list[str]) -> None:
         key = f"{role}.metrics_listen"
         self._addresses[key] = _free_address()
-        self._start(name, [role, *options], [], [key])
+        self._start(name, [role, *options], [], {name: key})
         del self._addresses[key]
 
     def _add_seconds(self, name: str, page: Page) -> None:

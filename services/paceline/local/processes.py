@@ -31,11 +31,11 @@ class ServiceProcess:
         restart_arguments: Sequence[str],
         environment: Mapping[str, str],
         log_path: Path,
-        metrics_ports: Sequence[int],
+        metrics_ports: Mapping[str, int],
         max_restarts: int = 10,
     ) -> None:
-        """`arguments` follow `paceline`; `metrics_ports` are where its /metrics answer."""
-        self.name, self.metrics_ports = name, tuple(metrics_ports)
+        """`arguments` follow `paceline`; `metrics_ports` say where /metrics of which process answer."""
+        self.name, self.metrics_ports = name, dict(metrics_ports)
         self.restart_count = 0
         self._arguments, self._restart_arguments = list(arguments), list(restart_arguments)
         self._environment, self._log_path = dict(environment), log_path

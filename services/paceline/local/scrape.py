@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,7 +15,7 @@ SCRAPE_SECONDS = 1.0
 
 @dataclass
 class Page:
-    """The samples of one or more /metrics pages."""
+    """The samples of one /metrics page."""
 
     samples: list[tuple[str, dict[str, str], float]] = field(default_factory=list)
 
@@ -57,18 +57,17 @@ class Page:
         return dict(sums)
 
 
-def read_pages(ports: Iterable[int]) -> Page:
-    """Read /metrics on these loopback ports into one page; a port that does not answer adds nothing."""
+def read_page(port: int) -> Page:
+    """Read /metrics on this loopback port; a port that does not answer gives an empty page."""
     page = Page()
-    for port in ports:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SCRAPE_SECONDS)
-        try:
-            connection.request("GET", "/metrics")
-            text = connection.getresponse().read().decode()
-        except (OSError, http.client.HTTPException):
-            continue
-        finally:
-            connection.close()
-        for family in text_string_to_metric_families(text):
-            page.samples.extend((sample.name, dict(sample.labels), sample.value) for sample in family.samples)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SCRAPE_SECONDS)
+    try:
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    except (OSError, http.client.HTTPException):
+        return page
+    finally:
+        connection.close()
+    for family in text_string_to_metric_families(text):
+        page.samples.extend((sample.name, dict(sample.labels), sample.value) for sample in family.samples)
     return page

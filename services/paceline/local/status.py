@@ -39,7 +39,7 @@ class RunStatus:
     replay_rows: int | None
     replay_capacity: int
     waiting: str | None
-    """Which side of the limiter waits now."""
+    """Which side the limiter holds back: insert or sample."""
 
     @property
     def share_done(self) -> float:
@@ -60,12 +60,13 @@ class StatusReader:
     def __init__(self, config: Config, read_pages: Callable[[], Mapping[str, Page]]) -> None:
         self._config, self._read_pages = config, read_pages
         self._started = time.monotonic()
+        self._limiter: tuple[float, dict[str, float]] | None = None
         self._history: deque[tuple[float, float | None, float | None]] = deque()
 
     def read(self) -> RunStatus:
         """The status now."""
         pages, now = self._read_pages(), time.monotonic()
-        learner, replay = pages.get("learner", Page()), pages.get("replay", Page())
+        learner, endpoint, replay = (pages.get(name, Page()) for name in ("learner", "endpoint", "replay"))
         collectors = [page for name, page in pages.items() if name.startswith("collector")]
         steps = learner.value("paceline_learner_environment_steps")
         updates = learner.value("paceline_learner_step")
@@ -81,28 +82,33 @@ class StatusReader:
             learner_step=_whole(updates),
             updates_per_second=self._rate(2),
             update_ratio=learner.value("paceline_learner_update_ratio"),
-            episode_return=learner.value("paceline_learner_recent_episode_return"),
-            evaluation_return=learner.value("paceline_learner_evaluation_return"),
-            published_version=_whole(learner.value("paceline_learner_published_version")),
+            episode_return=endpoint.value("paceline_endpoint_episode_return_mean"),
+            evaluation_return=endpoint.value("paceline_endpoint_evaluation_return_mean"),
+            published_version=_whole(endpoint.value("paceline_endpoint_published_version")),
             applied_versions={
                 index: int(version)
-                for index, version in learner.by_label("paceline_learner_applied_version", "collector").items()
+                for index, version in endpoint.by_label("paceline_endpoint_applied_version", "collector").items()
             },
             lag_p50=learner.quantile("paceline_learner_training_lag_versions", 0.5),
             lag_p99=learner.quantile("paceline_learner_training_lag_versions", 0.99),
             collector_sync_share=_sync_share(collectors),
             learner_sync_share=_sync_share([learner]),
-            replay_rows=_whole(replay.value("paceline_replay_rows", table=table)),
+            replay_rows=_whole(replay.value("paceline_replay_table_rows", table=table)),
             replay_capacity=self._config.replay.tables[table].capacity_rows,
-            waiting=next(
-                (
-                    side
-                    for side, waiting in replay.by_label("paceline_replay_limiter_waiting", "side").items()
-                    if waiting
-                ),
-                None,
-            ),
+            waiting=self._waiting_side(replay, now),
         )
+
+    def _waiting_side(self, replay: Page, now: float) -> str | None:
+        """The side that the limiter held back for most of the time since the last look, if any."""
+        before, self._limiter = (
+            self._limiter,
+            (now, replay.by_label("paceline_replay_limiter_wait_seconds_total", "side")),
+        )
+        if before is None:
+            return None
+        held = {side: seconds - before[1].get(side, 0.0) for side, seconds in self._limiter[1].items()}
+        side = max(held, key=lambda name: held[name], default=None)
+        return side if side is not None and held[side] > (now - before[0]) / 2 else None
 
     def _rate(self, column: int) -> float | None:
         known = [(entry[0], entry[column]) for entry in self._history if entry[column] is not None]

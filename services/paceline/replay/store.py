@@ -14,11 +14,13 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     BusyLoadingError,
+    ClusterDownError,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
     ResponseError,
+    TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -43,7 +45,9 @@ FORMAT = "1"
 PAUSE_SECONDS = 0.25
 """After a lost connection, commands fail at once for so long: many collectors must not hammer a store that starts."""
 
-_AWAY_CODES = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "BUSY")
+_AWAY = (BusyLoadingError, ClusterDownError, TryAgainError)
+_AWAY_CODES = ("LOADING", "NOREPLICAS", "BUSY")
+"""Replies that redis-py has no class for keep their first word."""
 
 Argument = bytes | memoryview
 
@@ -217,7 +221,7 @@ class RedisStore:
             # The primary is elsewhere now: the next command resolves its name again.
             self._pool.disconnect()
             return self._pause(f"Redis at {self._shown} is a read-only replica: its primary has moved")
-        if isinstance(error, BusyLoadingError) or text.startswith(_AWAY_CODES):
+        if isinstance(error, _AWAY) or text.startswith(_AWAY_CODES):
             self.is_loading = isinstance(error, BusyLoadingError) or text.startswith("LOADING")
             return self._pause(f"Redis at {self._shown} is not ready: {text or 'it is loading its data'}")
         if isinstance(error, RedisTimeoutError):

@@ -46,7 +46,7 @@ def server_options(config: RpcConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # Half of what the clients use, so that a late ping of theirs is never taken for abuse.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", round(config.keepalive_seconds * 500)),
+        ("grpc.http2.min_ping_interval_without_data_ms", round(config.keepalive_seconds * 500)),
     ]
 
 

@@ -1,0 +1,69 @@
+"""A server between replay and a real Redis that answers with an error instead, when it is told to."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from typing import BinaryIO
+
+
+class FaultyRedis:
+    """Passes commands on to the Unix socket `upstream`; while `fault` is set, answers each with that error."""
+
+    def __init__(self, upstream: str) -> None:
+        self.fault: str | None = None
+        self.attempts = 0
+        """Commands that met the fault."""
+        self.connections = 0
+        self._upstream = upstream
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
+
+    def close(self) -> None:
+        for connection in [self._listener, *self._open]:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in accept or recv
+            connection.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self.connections += 1
+            upstream = socket.socket(socket.AF_UNIX)
+            upstream.connect(self._upstream)
+            self._open += [client, upstream]
+            threading.Thread(target=self._serve, args=(client, upstream), daemon=True).start()
+
+    def _serve(self, client: socket.socket, upstream: socket.socket) -> None:
+        with client.makefile("rb") as commands, upstream.makefile("rb") as replies:
+            try:
+                while command := _read_value(commands):
+                    if self.fault is None:
+                        upstream.sendall(command)
+                        client.sendall(_read_value(replies))
+                    else:
+                        self.attempts += 1
+                        client.sendall(f"-{self.fault}\r\n".encode())
+            except (OSError, ValueError):
+                pass  # either side has closed
+        client.close()
+        upstream.close()
+
+
+def _read_value(stream: BinaryIO) -> bytes:
+    """One value of the protocol, as its bytes; empty at the end."""
+    line = stream.readline()
+    if line[:1] == b"$" and int(line[1:]) >= 0:
+        return line + stream.read(int(line[1:]) + 2)
+    if line[:1] == b"*":
+        return line + b"".join(_read_value(stream) for _ in range(int(line[1:])))
+    return line

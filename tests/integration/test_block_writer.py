@@ -1,0 +1,228 @@
+"""Blocks reach replay once each and in order, whatever happens to the stream, and never more than the window at a time."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from integration.peers import PENDULUM, RUN_ID, TABLE, Replay, serve
+from integration.waiting import wait_until
+from paceline.collector.metrics import CollectorMetrics
+from paceline.collector.writer import BlockWriter
+from paceline.config import RpcConfig
+from paceline.errors import LimiterTimeoutError, ReplacedError, RowSpecError
+from paceline.process import StopSignal
+from paceline.rows import Block
+from paceline.rpc.client import open_channel
+
+NEVER = StopSignal()
+WINDOW = 4
+
+
+def block_of(*numbers):
+    block = Block.empty(PENDULUM, len(numbers))
+    block.columns["episode"] = numbers
+    return block
+
+
+class Writing:
+    """A writer to a replay service."""
+
+    def __init__(self, port, *, limiter_seconds=10.0, **rpc):
+        settings = RpcConfig(backoff_initial_seconds=0.005, backoff_max_seconds=0.02, **rpc)
+        self.registry = CollectorRegistry()
+        self.channel = open_channel(f"127.0.0.1:{port}", settings)
+        self.writer = BlockWriter(
+            self.channel,
+            run_id=RUN_ID,
+            table=TABLE,
+            spec=PENDULUM,
+            collector_index=1,
+            collector_incarnation=2,
+            max_blocks_in_flight=WINDOW,
+            rpc=settings,
+            limiter_seconds=limiter_seconds,
+            metrics=CollectorMetrics(self.registry),
+        )
+        self.writer.start()
+
+    def submit(self, *numbers):
+        assert self.writer.submit(block_of(*numbers), NEVER)
+
+    def value(self, thing, **labels):
+        return self.registry.get_sample_value(f"paceline_collector_{thing}", labels)
+
+
+@pytest.fixture
+def start():
+    """Starts replay services and writers, and ends them."""
+    opened = []
+
+    class Start:
+        def replay(self, replay=None, port=0, **settings):
+            replay = replay or Replay(**settings)
+            server, port = serve(replay, port=port)
+            opened.append(lambda: server.stop(0).wait())
+            opened.append(replay.open.set)
+            return replay, server, port
+
+        def writing(self, port, **settings):
+            writing = Writing(port, **settings)
+            opened.append(lambda: (writing.writer.close([], 0), writing.channel.close()))
+            return writing
+
+    yield Start()
+    for close in reversed(opened):
+        close()
+
+
+def numbers_in(replay):
+    return replay.columns()["episode"].tolist()
+
+
+def test_blocks_whose_answer_is_lost_are_stored_once_and_in_order(start):
+    replay, _, port = start.replay(abort_every=3)
+    writing = start.writing(port)
+    for number in range(300):
+        writing.submit(number)
+    assert writing.writer.close([], 20) == 0
+    assert numbers_in(replay) == list(range(300))
+    assert writing.value("rows_appended_total") == 300 - replay.duplicates
+    assert writing.value("blocks_appended_total") == 300
+    assert writing.value("duplicate_blocks_total") == replay.duplicates == 100
+
+
+def test_a_replay_service_that_comes_back_gets_what_it_lacks_and_no_more(start):
+    replay, server, port = start.replay()
+    writing = start.writing(port)
+    writing.submit(0)
+    replay.wait_for(lambda replay: replay.row_count == 1)
+    server.stop(0).wait()
+    for number in range(1, 1 + WINDOW):
+        writing.submit(number)
+    wait_until(lambda: writing.value("append_failures_total", reason="away"))
+    start.replay(replay, port=port)
+    for number in range(1 + WINDOW, 20):
+        writing.submit(number)
+    assert writing.writer.close([], 20) == 0
+    assert numbers_in(replay) == list(range(20))
+
+
+def test_no_more_than_the_window_is_under_way_and_submit_waits_for_room(start):
+    replay, _, port = start.replay()
+    replay.open.clear()
+    writing = start.writing(port)
+    for number in range(WINDOW):
+        writing.submit(number)
+    waiting = threading.Thread(target=writing.submit, args=(WINDOW,))
+    waiting.start()
+    wait_until(lambda: replay.received == 1)  # the handler holds it, and reads no further
+    assert waiting.is_alive()
+    assert writing.writer.in_flight == WINDOW == writing.value("blocks_in_flight")
+    replay.open.set()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    replay.wait_for(lambda replay: replay.row_count == WINDOW + 1)
+    wait_until(lambda: writing.value("blocks_in_flight") == 0)
+
+
+def test_a_stop_ends_the_wait_for_room(start):
+    replay, _, port = start.replay()
+    replay.open.clear()
+    writing = start.writing(port)
+    for number in range(WINDOW):
+        writing.submit(number)
+    stop = StopSignal()
+    stop.set()
+    assert not writing.writer.submit(block_of(WINDOW), stop)
+
+
+def test_closing_appends_what_is_sealed_and_the_rest_after_it(start):
+    replay, _, port = start.replay()
+    writing = start.writing(port)
+    writing.submit(0, 1)
+    assert writing.writer.close([block_of(2), block_of(3, 4)], 20) == 0
+    assert numbers_in(replay) == [0, 1, 2, 3, 4]
+
+
+def test_closing_gives_up_at_its_deadline_and_says_how_many_rows_are_lost(start):
+    replay, _, port = start.replay()
+    replay.open.clear()
+    writing = start.writing(port)
+    writing.submit(0, 1)
+    assert writing.writer.close([block_of(2)], 0.2) == 3
+
+
+def test_a_silent_stream_is_cut_and_its_blocks_are_sent_again(start):
+    replay, _, port = start.replay()
+    replay.open.clear()
+    writing = start.writing(port, limiter_seconds=0.1, deadline_seconds=0.4)
+    writing.submit(0)
+    wait_until(lambda: writing.value("append_failures_total", reason="away"))
+    replay.open.set()
+    writing.submit(1)
+    assert writing.writer.close([], 20) == 0
+    assert numbers_in(replay) == [0, 1]
+
+
+def test_an_old_stream_is_replaced_without_a_failure(start):
+    replay, _, port = start.replay()
+    writing = start.writing(port, stream_seconds=0.3)
+    for number in range(40):
+        writing.submit(number)
+        replay.wait_for(lambda replay, number=number: replay.row_count == number + 1)
+        if number % 10 == 0:
+            opened = replay.streams
+            wait_until(lambda opened=opened: replay.streams > opened)
+    assert writing.writer.close([], 20) == 0
+    assert numbers_in(replay) == list(range(40))
+    assert writing.value("append_failures_total", reason="away") is None
+
+
+def test_a_wait_for_the_limiter_is_tried_again(start):
+    replay, _, port = start.replay()
+    replay.refusal = LimiterTimeoutError("inserts wait for samples")
+    writing = start.writing(port)
+    writing.submit(0)
+    wait_until(lambda: writing.value("append_failures_total", reason="limiter"))
+    replay.refusal = None
+    assert writing.writer.close([], 20) == 0
+    assert numbers_in(replay) == [0]
+
+
+@pytest.mark.parametrize("refusal", [ReplacedError("a newer incarnation took over"), RowSpecError("another spec")])
+def test_a_refusal_for_good_reaches_the_collecting_loop(start, refusal):
+    replay, _, port = start.replay()
+    replay.refusal = refusal
+    writing = start.writing(port)
+    with pytest.raises(type(refusal), match=str(refusal)):
+        for number in range(10**6):
+            writing.submit(number)
+
+
+def test_the_writer_learns_that_replay_has_all_rows_and_takes_no_more(start):
+    replay, _, port = start.replay(complete_after_rows=6)
+    writing = start.writing(port)
+    for number in range(0, 6, 2):
+        writing.submit(number, number + 1)
+    wait_until(lambda: writing.writer.complete)
+    writing.submit(6)
+    assert writing.writer.close([block_of(7)], 20) == 0
+    assert numbers_in(replay) == list(range(6))
+
+
+def test_every_block_says_whose_it_is_and_when_it_was_sealed(start):
+    replay, _, port = start.replay()
+    writing = start.writing(port)
+    writing.submit(5, 6)
+    writing.submit(7)
+    assert writing.writer.close([], 20) == 0
+    first, second = (block.header for block in replay.blocks)
+    assert (first.collector_index, first.collector_incarnation, first.sequence, first.row_count) == (1, 2, 1, 2)
+    assert (second.sequence, second.row_count) == (2, 1)
+    assert 0 <= second.sealed_at.ToNanoseconds() - first.sealed_at.ToNanoseconds() < 20e9
+    assert first.checksum == block_of(5, 6).checksum()
+    assert np.array_equal(replay.columns()["episode"], [5, 6, 7])
