@@ -15,7 +15,7 @@ from paceline.envs import Environments, describe_environment, make_vector_enviro
 class Counting(gymnasium.Env[Any, Any]):
     """The n-th episode begins at 100 n, each step adds 1, every reward is 1.
 
-    Seeded with 0 it terminates after 2 steps; with 1 it is truncated after 3; with 2 both, after 2 steps.
+    By the remainder of its seed by 3: 0 terminates after 2 steps; 1 is truncated after 3; 2 does both, after 2 steps.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 - as Gymnasium declares it
@@ -28,7 +28,7 @@ class Counting(gymnasium.Env[Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         if seed is not None:
-            self._kind, self._episode = seed, 0
+            self._kind, self._episode = seed % 3, 0
         self._episode += 1
         self._steps = 0
         return self._observation(), {"episode": self._episode}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,7 +204,15 @@ def metrics_page(endpoint: Endpoint) -> dict[str, float]:
     return {name: float(value) for name, _, value in samples}
 
 
-def live_one_learner(folder: Path, port_file: Path, overrides: list[str]) -> None:
+def until(is_true: Callable[[], bool], seconds: float = DEADLINE_SECONDS) -> None:
+    """Wait for a condition that only another process can tell, so that it has to be asked for again and again."""
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        threading.Event().wait(0.01)
+
+
+def live_one_learner(folder: Path, port_file: Path, size: int, overrides: list[str]) -> None:
     """A training process that publishes as fast as it can until it is killed. For a process of its own."""
     config = make_config(folder, *overrides)
     with Ledger.open(config.run_folder, resume=True) as ledger:
@@ -212,4 +222,8 @@ def live_one_learner(folder: Path, port_file: Path, overrides: list[str]) -> Non
         version = ledger.last_version
         while True:
             version += 1
-            endpoint.publish(*make_snapshot(version, incarnation=ledger.incarnation))
+            endpoint.publish(*make_snapshot(version, incarnation=ledger.incarnation, size=size))
+
+
+if __name__ == "__main__":
+    live_one_learner(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

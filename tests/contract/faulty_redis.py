@@ -13,6 +13,8 @@ class FaultyRedis:
 
     def __init__(self, upstream: str) -> None:
         self.fault: str | None = None
+        self.lose_replies_to: bytes | None = None
+        """A command that holds these bytes is carried out, and its connection cut instead of the reply; once."""
         self.attempts = 0
         """Commands that met the fault."""
         self.connections = 0
@@ -47,12 +49,16 @@ class FaultyRedis:
         with client.makefile("rb") as commands, upstream.makefile("rb") as replies:
             try:
                 while command := _read_value(commands):
-                    if self.fault is None:
-                        upstream.sendall(command)
-                        client.sendall(_read_value(replies))
-                    else:
+                    if self.fault is not None:
                         self.attempts += 1
                         client.sendall(f"-{self.fault}\r\n".encode())
+                        continue
+                    upstream.sendall(command)
+                    reply = _read_value(replies)
+                    if self.lose_replies_to is not None and self.lose_replies_to in command:
+                        self.lose_replies_to = None
+                        break
+                    client.sendall(reply)
             except (OSError, ValueError):
                 pass  # either side has closed
         client.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from endpoints import SEMANTICS, SPEC, Client, make_config, make_snapshot, metrics_page, start
+from endpoints import SEMANTICS, SPEC, Client, make_config, make_snapshot, metrics_page, start, until
 from paceline.identity import PolicyIdentity
 from paceline.learner.endpoint import Endpoint
 from paceline.process import StopSignal
@@ -256,6 +255,13 @@ def test_evaluating_wrongly_is_refused(served: Served) -> None:
     refused(lambda: client.evaluate(10**9, -1.0), Code.INVALID_ARGUMENT)
 
 
+def test_what_the_training_process_records_is_written_with_unknown_numbers_as_null(served: Served) -> None:
+    served.endpoint.record("training", {"environment_steps": 5, "critic_loss": 0.5, "training_lag_p99": math.inf})
+    until(lambda: bool(served.lines("training")))
+    [line] = served.lines("training")
+    assert (line["critic_loss"], line["training_lag_p99"]) == (0.5, None)
+
+
 def test_polls_are_counted_by_result_and_lag_is_measured_from_them(fresh: Served) -> None:
     fresh.client.join(2)
     for _ in range(3):
@@ -341,10 +347,3 @@ def health_of(served: Served) -> int:
     }
     [status] = answers
     return int(status)
-
-
-def until(is_true: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait for a condition that only another process can tell."""
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline, "the condition did not come true"

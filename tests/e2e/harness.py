@@ -67,6 +67,9 @@ class Training:
     def wait_for_steps(self, count: int, seconds: float = 90.0) -> None:
         self.wait_for(lambda: self.environment_steps() >= count, f"{count} environment steps", seconds)
 
+    def children(self) -> list[int]:
+        return [pid for pid, _ in _children(self.process.pid)]
+
     def child(self, *words: str) -> int:
         """The process id of the service whose command line holds these words."""
         found = [pid for pid, line in _children(self.process.pid) if set(words) <= set(line)]

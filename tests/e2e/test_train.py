@@ -12,9 +12,9 @@ from collections.abc import Callable
 import pytest
 import redis
 import yaml
-from paceline.local.embedded import EmbeddedRedis
 
 from e2e.harness import ROOT, Training
+from paceline.local.embedded import EmbeddedRedis
 from paceline.rows import Block
 from paceline.v1 import rows_pb2
 
@@ -67,7 +67,7 @@ def test_a_run_survives_the_death_of_each_service_and_loses_nothing(train: Calla
 def _check_log(store: EmbeddedRedis, run_id: str, row_count: int) -> None:
     """Every collector's blocks are there once, in order, without a gap, and versions never go back."""
     client = redis.Redis.from_url(store.url)
-    blocks = client.xrange(f"paceline:{{{run_id}}}:transitions:log")
+    blocks = client.xrange(f"paceline:{{{run_id}}}:table:transitions:blocks")
     sequences: dict[tuple[int, int], list[int]] = {}
     versions: dict[int, list[tuple[int, int]]] = {}
     rows = 0

@@ -81,7 +81,7 @@ class Learner(parameters_pb2_grpc.ParameterServiceServicer, run_pb2_grpc.RunServ
         self.polls: list[parameters_pb2.GetSnapshotRequest] = []
         self.reports: list[run_pb2.ReportEpisodesRequest] = []
         self.evaluations: list[run_pb2.ReportEvaluationRequest] = []
-        self.joins = 0
+        self.joins = self.evaluation_failures = 0
         self.chunk_bytes = 1 << 12
 
     def register(self, server: grpc.Server) -> None:
@@ -178,6 +178,9 @@ class Learner(parameters_pb2_grpc.ParameterServiceServicer, run_pb2_grpc.RunServ
         return run_pb2.ReportEpisodesResponse(run_state=self.run_state)
 
     def ReportEvaluation(self, request: Any, context: grpc.ServicerContext) -> Any:
+        if self.evaluation_failures:
+            self.evaluation_failures -= 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
         self.evaluations.append(request)
         return run_pb2.ReportEvaluationResponse(run_state=self.run_state)
 

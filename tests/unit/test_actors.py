@@ -123,6 +123,16 @@ def test_building_leaves_the_random_generator_where_the_weights_left_it() -> Non
     assert all(parameter.grad is None for parameter in actor.parameters())
 
 
+def test_the_check_leaves_no_trace_in_weights_and_statistics() -> None:
+    semantics = dataclasses.replace(SEMANTICS, kwargs={**SEMANTICS.kwargs, "normalise_observation": True})
+    torch.manual_seed(4)
+    unchecked = dict(SquashedGaussianActor(3, 2, **semantics.kwargs).named_tensors())
+    torch.manual_seed(4)
+    checked = dict(build_actor(semantics).named_tensors())
+    assert checked["normaliser.count"].item() == 0
+    assert all(torch.equal(tensor, unchecked[name]) for name, tensor in checked.items())
+
+
 class Custom(SquashedGaussianActor):
     """An actor of a user's, which each test breaks in one way."""
 

@@ -130,8 +130,17 @@ def test_thousands_of_damaged_messages_are_read_as_protobuf_reads_them_or_refuse
 
 @pytest.mark.parametrize(
     "data",
-    [b"\xff" * 11, b"\x7a\xff\xff\xff\xff\x0f", b"\x7a\x05abc", b"\x0b", b"\x09\x01", b"\x80", b"\x7a"],
-    ids=["endless varint", "4 GiB claimed", "cut payload", "group", "cut fixed64", "cut tag", "no length"],
+    [
+        b"\xff" * 11,
+        b"\x7a\x81" + b"\x80" * 10 + b"\x00a",
+        b"\x7a\xff\xff\xff\xff\x0f",
+        b"\x7a\x05abc",
+        b"\x0b",
+        b"\x09\x01",
+        b"\x80",
+        b"\x7a",
+    ],
+    ids=["endless", "overlong", "4 GiB claimed", "cut payload", "group", "cut fixed64", "cut tag", "no length"],
 )
 def test_a_message_that_is_cut_or_claims_too_much_is_refused(data):
     with pytest.raises(InvalidInputError, match=f"{len(data)} bytes are not a paceline.v1.AppendRequest"):

@@ -99,6 +99,11 @@ class BlockWriter:
         """Blocks sealed and not acknowledged."""
         return len(self._unacknowledged)
 
+    @property
+    def failed(self) -> bool:
+        """Whether replay refused a block for good; `submit` raises why."""
+        return self._failure is not None
+
     def start(self) -> None:
         """Begin to send."""
         self._thread.start()

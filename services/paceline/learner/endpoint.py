@@ -7,22 +7,16 @@ own, 1-3 %. A snapshot goes through shared memory; everything else, through a so
 from __future__ import annotations
 
 import contextlib
-import math
-import select
-import socket
 import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from paceline import errors
 from paceline.config import Config
 from paceline.errors import ConflictError, InvalidInputError, PacelineError, SnapshotError, UnavailableError
 from paceline.identity import PolicyIdentity, require_same_run
-from paceline.learner.control import Message, take_messages
+from paceline.learner.control import Message
+from paceline.learner.endpoint_link import SEND_SECONDS, EndpointLink
 from paceline.learner.snapshot_memory import SLOT_COUNT, SnapshotMemory
 from paceline.process import StopSignal
 from paceline.rows import RowSpec
@@ -32,12 +26,8 @@ from paceline.v1 import parameters_pb2
 
 START_SECONDS = 60.0
 """The endpoint has to listen by then."""
-SEND_SECONDS = 10.0
-"""The endpoint has to take a message, or a snapshot, by then; it does within milliseconds."""
 CLOSE_SECONDS = 5.0
 """The endpoint has to end so long after its drain."""
-_LOOK_UP_SECONDS = 0.2
-"""A wait looks up this often for a stop signal."""
 
 
 class Endpoint:
@@ -46,30 +36,16 @@ class Endpoint:
     Leaving it as a context manager closes it; leaving it by an exception first tells everybody that the learner failed.
     """
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        connection: socket.socket,
-        memory: SnapshotMemory,
-        config: Config,
-        incarnation: int,
-    ) -> None:
+    def __init__(self, config: Config, incarnation: int) -> None:
         """Use `start`."""
-        self._process, self._memory = process, memory
-        # Two objects of one socket, since a timeout belongs to the object: sending waits, receiving never does.
-        self._connection, self._incoming = connection, connection.dup()
-        self._connection.settimeout(SEND_SECONDS)
-        self._incoming.setblocking(False)
         self._run_id, self._incarnation = config.run_id, incarnation
         self._drain_seconds = config.rpc.drain_seconds
-        self._lock = threading.RLock()
-        self._buffer = bytearray()
         self._free_slots = set(range(SLOT_COUNT))
         self._evaluated: PolicyIdentity | None = None
-        self._failure: PacelineError | None = None
         self._started: Message | None = None
-        self._closed = False
         self._last_version = 0
+        self._memory = SnapshotMemory.create()
+        self._link = EndpointLink(self._memory.descriptor, self._take)
 
     @classmethod
     def start(
@@ -89,23 +65,9 @@ class Endpoint:
             InvalidInputError: the endpoint's part of the ledger is damaged.
             UnavailableError: the process ended, or did not listen in time.
         """
-        mine, theirs = socket.socketpair()
-        memory = SnapshotMemory.create()
-        with theirs:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "paceline.learner.endpoint_process",
-                    str(theirs.fileno()),
-                    str(memory.descriptor),
-                ],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), memory.descriptor),
-            )
-        endpoint = cls(process, mine, memory, config, incarnation)
+        endpoint = cls(config, incarnation)
         try:
-            endpoint._send(
+            endpoint._link.send(
                 Message(
                     "start",
                     {
@@ -116,7 +78,7 @@ class Endpoint:
                     row_spec_to_wire(row_spec).SerializeToString(),
                 )
             )
-            if not endpoint._wait(lambda: endpoint._started is not None, START_SECONDS):
+            if not endpoint._link.wait(lambda: endpoint._started is not None, START_SECONDS):
                 raise UnavailableError(
                     f"the endpoint does not listen after {START_SECONDS:g} s: the machine is overloaded, or its log "
                     "says more"
@@ -140,7 +102,7 @@ class Endpoint:
     @property
     def pid(self) -> int:
         """The endpoint's process."""
-        return self._process.pid
+        return self._link.process.pid
 
     def publish(self, header: SnapshotHeader, payload: bytes) -> None:
         """Hand over a snapshot: one copy into shared memory. It is served once its version is durable.
@@ -163,7 +125,7 @@ class Endpoint:
                 f"snapshot {header.identity} is published by incarnation {self._incarnation} of the learner: "
                 "expected its own"
             )
-        with self._lock:
+        with self._link.lock:
             if header.identity.version <= self._last_version:
                 raise ConflictError(
                     f"version {header.identity.version} is published after version {self._last_version} of this run: "
@@ -171,13 +133,13 @@ class Endpoint:
                 )
             # The memory can grow only when the endpoint looks at none of it.
             wanted = SLOT_COUNT if len(payload) > self._memory.slot_bytes else 1
-            if not self._wait(lambda: len(self._free_slots) >= wanted, SEND_SECONDS):
+            if not self._link.wait(lambda: len(self._free_slots) >= wanted, SEND_SECONDS):
                 raise UnavailableError(f"the endpoint takes no snapshot within {SEND_SECONDS:g} s")
             self._memory.grow(len(payload))
             slot = self._free_slots.pop()
             self._memory.write(slot, payload)
             message = snapshot_header_to_wire(header, 0, parameters_pb2.RUN_STATE_UNSPECIFIED)
-            self._send(
+            self._link.send(
                 Message(
                     "publish",
                     {"slot": slot, "slot_bytes": self._memory.slot_bytes},
@@ -193,50 +155,38 @@ class Endpoint:
             InvalidInputError: a field is no JSON. UnavailableError: the endpoint ended.
         """
         try:
-            self._send(Message("record", {"kind": kind, "fields": _finite(dict(fields))}))
+            self._link.send(Message("record", {"kind": kind, "fields": dict(fields)}))
         except TypeError as error:
             raise InvalidInputError(f"a {kind} record cannot be written: {error}; expected plain numbers") from error
 
     def finish(self) -> None:
         """The run reached its end: everybody who asks is told so, once all published snapshots are served."""
-        self._send(Message("finish"))
+        self._link.send(Message("finish"))
 
     def fail(self, reason: str) -> None:
         """The training loop failed: health says NOT_SERVING, and whoever asks is told the reason."""
-        self._send(Message("fail", {"reason": reason}))
+        self._link.send(Message("fail", {"reason": reason}))
 
     def wait_for_evaluation(self, identity: PolicyIdentity, seconds: float, stop: StopSignal) -> bool:
         """Wait until the evaluation of this policy, or of a newer one, is recorded; whether it is.
 
         Ends early when the process is asked to stop. Raises UnavailableError when the endpoint ended.
         """
-        return self._wait(lambda: self._evaluated is not None and self._evaluated >= identity, seconds, stop)
+        return self._link.wait(lambda: self._evaluated is not None and self._evaluated >= identity, seconds, stop)
 
     def check(self) -> None:
         """Raise what ended the endpoint, UnavailableError for a reason unknown, if it has ended. Takes microseconds."""
-        with self._lock:
-            self._receive()
-            if self._closed:
-                raise UnavailableError("the endpoint is closed")
-            if self._failure is not None:
-                raise self._failure
-            code = self._process.poll()
-            if code is not None:
-                raise UnavailableError(
-                    f"the endpoint process {self._process.pid} ended with exit code {code}: without it no collector "
-                    "gets a snapshot, so the learner ends too; resume the run"
-                )
+        self._link.check()
 
     def close(self) -> None:
         """Drain and end the process: what was recorded is on disk then. Harmless when it has ended already."""
-        with self._lock:
-            if self._closed:
-                return
-            # It may have ended before, or hang; either way it is gone in a moment.
-            with contextlib.suppress(PacelineError, subprocess.TimeoutExpired):
-                self._send(Message("close"))
-                self._process.wait(self._drain_seconds + CLOSE_SECONDS)
-            self._kill()
+        if self._link.closed:
+            return
+        # It may have ended before, or hang; either way it is gone in a moment.
+        with contextlib.suppress(PacelineError, subprocess.TimeoutExpired):
+            self._link.send(Message("close"))
+            self._link.process.wait(self._drain_seconds + CLOSE_SECONDS)
+        self._kill()
 
     def __enter__(self) -> Self:
         return self
@@ -255,35 +205,6 @@ class Endpoint:
             raise UnavailableError("the endpoint has not started")
         return self._started.fields
 
-    def _send(self, message: Message) -> None:
-        data = message.encode()
-        with self._lock:
-            self.check()
-            try:
-                self._connection.sendall(data)
-            except OSError as error:
-                # A message may be sent in part: nothing after it would be understood.
-                self._failure = UnavailableError(
-                    f"the endpoint process {self._process.pid} takes no message: {error or 'it hangs'}"
-                )
-                self._receive()
-                raise self._failure from error
-
-    def _receive(self) -> None:
-        """Take in what the endpoint has said, without waiting."""
-        while not self._closed:
-            try:
-                data = self._incoming.recv(65536)
-            except BlockingIOError:
-                break
-            except OSError:
-                break  # `check` finds the process dead, and says so
-            if not data:
-                break
-            self._buffer += data
-            for message in take_messages(self._buffer):
-                self._take(message)
-
     def _take(self, message: Message) -> None:
         match message.kind:
             case "taken":
@@ -294,54 +215,7 @@ class Endpoint:
                     self._evaluated = policy
             case "started":
                 self._started = message
-            case "failed":
-                named = getattr(errors, message.fields["error"], UnavailableError)
-                self._failure = named(message.fields["message"])
-
-    def _wait(self, is_true: Callable[[], bool], seconds: float, stop: StopSignal | None = None) -> bool:
-        """Take in what the endpoint says until something is true; whether it is, within `seconds`."""
-        deadline = time.monotonic() + seconds
-        while True:
-            with self._lock:
-                self._receive()
-                if is_true():
-                    return True
-                self.check()
-            left = deadline - time.monotonic()
-            if left <= 0 or (stop is not None and stop.is_set()):
-                return False
-            readable, _, _ = select.select([self._incoming], [], [], min(left, _LOOK_UP_SECONDS))
-            if readable and not self._has_more():
-                # It closed its end: give it the moment that it needs to be a dead process.
-                try:
-                    self._process.wait(min(max(left, 0), CLOSE_SECONDS))
-                except subprocess.TimeoutExpired:
-                    return False
-
-    def _has_more(self) -> bool:
-        try:
-            return bool(self._incoming.recv(1, socket.MSG_PEEK))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
 
     def _kill(self) -> None:
-        self._closed = True
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
-        self._connection.close()
-        self._incoming.close()
+        self._link.kill()
         self._memory.close()
-
-
-def _finite(value: Any) -> Any:
-    """The value as JSON has it: numbers that are not finite are unknown."""
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value

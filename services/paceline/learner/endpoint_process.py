@@ -62,8 +62,8 @@ class EndpointProcess:
         fields = start.fields
         self._config = config = Config.model_validate(fields["config"])
         self._writer, self._memory = writer, memory
+        # Never closed: the next learner of the run waits until this process is gone, and its ports with it.
         self._ledger = EndpointLedger.open(config.run_folder)
-        cleanup.callback(self._ledger.close)
         self._registry = RunRegistry(
             self._ledger.members,
             max_collectors=config.collector.max_count,
@@ -131,25 +131,27 @@ class EndpointProcess:
         )
         log = get_logger()
         log.info("endpoint_started", port=self._server.port, metrics_port=self._metrics_server.port)
-        tasks: dict[asyncio.Task[Any], str] = {
-            asyncio.create_task(self._obey(reader)): "control",
-            asyncio.create_task(self._serve_pending()): "pending",
-        }
-        orphaned = True
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(self._obey(reader)),
+            asyncio.create_task(self._serve_pending()),
+        ]
+        reason, seconds = "the endpoint failed", ORPHAN_DRAIN_SECONDS
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                orphaned = not task.result()
+                if task.result():
+                    reason, seconds = "the learner is stopping", self._config.rpc.drain_seconds + 1
+                else:
+                    reason = "the learner died"
         finally:
-            self._publication.end("the learner died" if orphaned else "the learner is stopping")
+            self._publication.end(reason)
             await self._server.set_serving(False)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            seconds = ORPHAN_DRAIN_SECONDS if orphaned else self._config.rpc.drain_seconds + 1
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._server.stop(), seconds)
-            log.info("endpoint_ended", orphaned=orphaned)
+            log.info("endpoint_ended", reason=reason)
 
     async def _obey(self, reader: asyncio.StreamReader) -> bool:
         """Do what the training process says; whether it said to end (otherwise it is gone)."""
@@ -213,7 +215,7 @@ class EndpointProcess:
             self._metrics.published(snapshot.identity, header.learner_step, seconds_of(header.published_at))
             first = self._publication.newest is None
             self._publication.serve(snapshot)
-            if first:
+            if first and self._publication.is_serving:
                 await self._server.set_serving(True)
             async with self._pending_changed:
                 if self._pending is snapshot:

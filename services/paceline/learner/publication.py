@@ -69,6 +69,11 @@ class Publication:
         self._end_reason = reason
         self._change()
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether calls are answered."""
+        return self._end_reason is None
+
     def require_serving(self) -> None:
         """Raise UnavailableError when the learner is ending."""
         if self._end_reason is not None:

@@ -32,7 +32,11 @@ class EmbeddedRedis:
         # A socket's path has at most 108 bytes, which a run's folder may exceed.
         self._sockets = Path(tempfile.mkdtemp(prefix="paceline-"))
         self._socket = self._sockets / "redis.sock"
-        self.process: subprocess.Popen[bytes] = self._start()
+        try:
+            self.process: subprocess.Popen[bytes] = self._start()
+        except BaseException:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+            raise
 
     @classmethod
     def start(

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline import config as settings
 from paceline.config import Config
+from paceline.envs import describe_environment
 from paceline.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError
 from paceline.local.display import open_display
 from paceline.local.embedded import EmbeddedRedis
@@ -46,9 +47,12 @@ def run(config: Config, *, resume: bool, plain: bool, stop: StopSignal, environm
     """Train on this machine until the run ends or is stopped.
 
     Raises:
+        ConfigError: the environment is unknown, or the algorithm cannot act in it.
         ConflictError: the run's folder is in use; NotFoundError: there is none to resume.
         ServiceFailedError: a service ended with an error; carries its last lines.
     """
+    # Before anything is started or written: the commonest mistakes are in the environment's settings.
+    describe_environment(config.env, algorithm=config.learner.algorithm.name)
     folder = _open_folder(config, resume)
     with (folder / "logs" / "launcher.log").open("a", encoding="utf-8") as log, ExitStack() as stack:
         configure_logging("launcher", run=config.run_id, file=log)
@@ -63,8 +67,8 @@ def run(config: Config, *, resume: bool, plain: bool, stop: StopSignal, environm
         services = _Services(config, folder, redis_url, resume=resume, environment=environment)
         try:
             services.start()
-            services.wait_until_healthy(stop)
-            display.say("every service is up: training")
+            if services.wait_until_healthy(stop):
+                display.say("every service is up: training")
             reader = StatusReader(config, services.pages)
             while not stop.is_set() and not services.look_after():
                 if redis is not None and redis.process.poll() is not None:
@@ -115,8 +119,12 @@ class _Services:
         if self._config.evaluator.enabled:
             self._start_with_metrics("evaluator", "evaluator", [])
 
-    def wait_until_healthy(self, stop: StopSignal) -> None:
-        """Wait until replay and learner say SERVING. Raises DeadlineError, or what a service died of."""
+    def wait_until_healthy(self, stop: StopSignal) -> bool:
+        """Wait until replay and learner say SERVING; False when the stop came first.
+
+        Raises:
+            DeadlineError: one does not serve after START_SECONDS. ServiceFailedError: one ended with an error.
+        """
         deadline = time.monotonic() + START_SECONDS
         for service in ("replay", "learner"):
             address = self._addresses[f"{service}.listen"]
@@ -129,6 +137,7 @@ class _Services:
                         f"the last lines of its log:\n{process.tail()}"
                     )
                 stop.wait(LOOK_SECONDS)
+        return not stop.is_set()
 
     def look_after(self) -> bool:
         """Restart what a signal ended; whether the run is complete. Raises ServiceFailedError."""

@@ -26,6 +26,8 @@ _COLOURS = (
     *("#2f6da3", "#e58e3a", "#4f9d69", "#c8555b", "#8573b8", "#937860"),
     *("#d486b5", "#5bb5c9", "#b5a33c", "#1f4e79", "#a35d1f", "#2d6e4a"),
 )
+# Words in the names of activities in which a process waits for another: for a request, for credits, for the limiter.
+_WAITING = frozenset({"wait", "waiting", "idle", "receive", "credit", "limiter"})
 _GREYS = ("#d5dae1", "#bcc4ce", "#a3adb9", "#8b96a3")
 
 _STYLE: dict[Any, Any] = {
@@ -209,7 +211,7 @@ def _svg(figure: Figure) -> bytes:
 
 
 def _is_waiting(activity: str) -> bool:
-    return activity.startswith(("wait", "idle"))
+    return not _WAITING.isdisjoint(activity.split("_"))
 
 
 def _is_dark(colour: str) -> bool:

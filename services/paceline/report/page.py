@@ -129,7 +129,8 @@ def _sections(record: RunRecord) -> Iterator[str]:
     )
     yield _figure(
         "Where each process spent its time",
-        "Grey is waiting. The process with the least grey is what holds the run back.",
+        "Grey is waiting: for a peer, for rows, for the limiter. The process with the least grey is what holds the run "
+        "back.",
         figures.process_time,
         record,
         None if record.process_seconds else "Nothing to draw: no process times were written.",

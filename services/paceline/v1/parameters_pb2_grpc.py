@@ -48,8 +48,9 @@ class ParameterServiceServicer:
 
     def GetSnapshot(self, request, context):
         """Gives the newest snapshot, if it is newer than the one named, in chunks; otherwise waits for one as long as asked
-        and then says that there is none. The first message is a header or `not_modified`; chunks follow a header.
-        Nothing may be applied before the hash of all chunks matches the header. Safe to repeat.
+        and then says that there is none; that the run is finished is said at once. The first message is a header or
+        `not_modified`; chunks follow a header. Nothing may be applied before the hash of all chunks matches the header.
+        Safe to repeat.
 
         INVALID_ARGUMENT: the run is another, or the caller's protocol version is. UNAVAILABLE: the learner is stopping
         or not there yet, retry.

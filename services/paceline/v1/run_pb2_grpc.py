@@ -73,7 +73,7 @@ class RunServiceServicer:
         not recorded again.
 
         INVALID_ARGUMENT: the run is another or a value is not finite. FAILED_PRECONDITION: a newer incarnation took
-        over. UNAVAILABLE: the learner is stopping or not there yet, retry.
+        over, or Join never gave this one out. UNAVAILABLE: the learner is stopping or not there yet, retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -82,8 +82,8 @@ class RunServiceServicer:
     def ReportEvaluation(self, request, context):
         """Carries the evaluation of one snapshot to the learner's record. Safe to repeat: a version is recorded once.
 
-        INVALID_ARGUMENT: the run is another or a value is not finite. UNAVAILABLE: the learner is stopping or not there
-        yet, retry.
+        INVALID_ARGUMENT: the run is another, a value is not finite, there is no episode, or the run never published that
+        policy. UNAVAILABLE: the learner is stopping or not there yet, retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

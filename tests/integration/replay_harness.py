@@ -1,0 +1,255 @@
+"""A replay service on a real Redis, and a client of plain protobuf messages."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from paceline.config import Config, build
+from paceline.process import StopSignal
+from paceline.replay.main import run
+from paceline.replay.service import SERVICE
+from paceline.rows import Block, Column, RowSpec
+from paceline.rpc.client import open_channel
+from paceline.rpc.status import raising
+from paceline.rpc.wire import row_spec_to_wire
+from paceline.v1 import replay_pb2 as pb
+from paceline.v1 import replay_pb2_grpc, rows_pb2
+
+SECONDS = 30.0
+"""The bound of every wait; nothing normally takes a tenth of it."""
+
+SPEC = RowSpec((Column("value", "float64"), Column("observation", "float32", (4,)), Column("flag", "bool")))
+TABLE = "transitions"
+RUN = "first-run"
+
+T = TypeVar("T")
+
+
+def wait_until(condition: Callable[[], T], what: str, seconds: float = SECONDS) -> T:
+    """The first true value of `condition`."""
+    until = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < until, f"not within {seconds:g} s: {what}"
+        threading.Event().wait(0.02)
+    return value
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def make_config(
+    redis_url: str,
+    *,
+    run_id: str = RUN,
+    port: int | None = None,
+    capacity: int = 10_000,
+    limiter: dict[str, Any] | None = None,
+    table: dict[str, Any] | None = None,
+    **sections: dict[str, Any],
+) -> Config:
+    """A configuration with a free ratio and a minimum of one row, unless it says otherwise."""
+    address = f"127.0.0.1:{port or free_port()}"
+    tree: dict[str, Any] = {
+        "run": {"id": run_id, "environment_steps": 1_000_000},
+        "rpc": {"drain_seconds": 5},
+        "learner": {"updates": "learner_bound"},
+        "collector": {"block_rows": 10},
+        "replay": {
+            "redis_url": redis_url,
+            "listen": address,
+            "address": address,
+            "metrics_listen": f"127.0.0.1:{free_port()}",
+            "tables": {
+                TABLE: {
+                    "capacity_rows": capacity,
+                    "limiter": {"min_rows": 1, "deadline_seconds": SECONDS, **(limiter or {})},
+                    **(table or {}),
+                }
+            },
+        },
+    }
+    for section, values in sections.items():
+        tree.setdefault(section, {}).update(values)
+    return build(tree)
+
+
+def block(first: int, count: int, spec: RowSpec = SPEC) -> Block:
+    """Rows whose value is first, first + 1, ..."""
+    made = Block.empty(spec, count)
+    made.columns["value"] = np.arange(first, first + count)
+    return made
+
+
+def request(
+    sequence: int, rows: Block, *, collector: int = 0, incarnation: int = 1, run_id: str = RUN, table: str = TABLE
+) -> pb.AppendRequest:
+    header = rows_pb2.BlockHeader(
+        collector_index=collector,
+        collector_incarnation=incarnation,
+        sequence=sequence,
+        row_count=rows.row_count,
+        row_spec_digest=rows.spec.digest,
+        checksum=rows.checksum(),
+    )
+    return pb.AppendRequest(run_id=run_id, table=table, header=header, rows=rows.data.tobytes())
+
+
+class Client:
+    """Calls of one peer."""
+
+    def __init__(self, config: Config, run_id: str = RUN) -> None:
+        self.channel = open_channel(config.replay.address, config.rpc)
+        self.stub = replay_pb2_grpc.ReplayServiceStub(self.channel)
+        self._health = health_pb2_grpc.HealthStub(self.channel)
+        self.run_id = run_id
+
+    def open(self, spec: RowSpec = SPEC, table: str = TABLE) -> pb.OpenTableResponse:
+        message = pb.OpenTableRequest(run_id=self.run_id, table=table, row_spec=row_spec_to_wire(spec))
+        with raising("replay"):
+            return self.stub.OpenTable(message, timeout=SECONDS)
+
+    def append(self, *requests: pb.AppendRequest) -> list[pb.AppendResponse]:
+        with raising("replay"):
+            return list(self.stub.Append(iter(requests), timeout=SECONDS))
+
+    def append_rows(self, count: int, block_rows: int = 10, first: int = 0) -> None:
+        """Blocks 1 to `count` of collector 0, all rows numbered through."""
+        blocks = (
+            request(number + 1, block(number * block_rows, block_rows), run_id=self.run_id)
+            for number in range(first, first + count)
+        )
+        with raising("replay"):
+            assert len(list(self.stub.Append(blocks, timeout=SECONDS))) == count
+
+    def sample(self, batch_size: int, batch_count: int = 1, *, seed: int | None = 1) -> list[pb.SampleResponse]:
+        with raising("replay"):
+            return list(self.stub.Sample(iter([self.sample_request(batch_size, batch_count, seed)]), timeout=SECONDS))
+
+    def sample_values(self, batch_size: int, seed: int = 1) -> np.ndarray:
+        rows = b"".join(message.rows for message in self.sample(batch_size, seed=seed))
+        return np.frombuffer(rows, SPEC.dtype)["value"]
+
+    def sample_request(self, batch_size: int, batch_count: int = 1, seed: int | None = 1) -> pb.SampleRequest:
+        return pb.SampleRequest(
+            run_id=self.run_id, table=TABLE, batch_size=batch_size, batch_count=batch_count, seed=seed
+        )
+
+    def describe(self) -> pb.TableDescription:
+        with raising("replay"):
+            answer = self.stub.DescribeTables(pb.DescribeTablesRequest(run_id=self.run_id), timeout=SECONDS)
+        (table,) = answer.tables
+        return table
+
+    def health(self, service: str = SERVICE) -> str:
+        try:
+            answer = self._health.Check(health_pb2.HealthCheckRequest(service=service), timeout=SECONDS)
+        except grpc.RpcError as error:
+            return error.code().name
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+    def wait_until_serving(self) -> None:
+        wait_until(lambda: self.health() == "SERVING", "replay serves")
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+class ReplayThread:
+    """The service in this process."""
+
+    def __init__(self, config: Config, *, resume: bool = False) -> None:
+        self.config = config
+        self.stop_signal = StopSignal()
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(resume,), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.stop_signal.set()
+        self.join()
+
+    def join(self) -> None:
+        self._thread.join(SECONDS)
+        assert not self._thread.is_alive(), "replay did not stop"
+
+    def metrics(self) -> dict[str, float]:
+        return read_metrics(self.config)
+
+    def _run(self, resume: bool) -> None:
+        try:
+            run(self.config, resume=resume, stop=self.stop_signal)
+        except BaseException as error:
+            self.error = error
+
+
+_PROGRAM = """
+import json, sys
+from paceline.config import build
+from paceline.process import StopSignal, tune_allocator
+from paceline.replay.main import run
+from paceline.telemetry import configure_logging
+tune_allocator()
+stop = StopSignal.install()
+configure_logging("replay")
+run(build(json.loads(sys.argv[1])), resume=sys.argv[2] == "resume", stop=stop)
+"""
+
+
+class ReplayProcess:
+    """The service in a process of its own, to be killed."""
+
+    def __init__(self, config: Config, *, resume: bool = False) -> None:
+        self.config = config
+        tree = config.model_dump(mode="json")
+        assert config.replay.redis_url is not None
+        tree["replay"]["redis_url"] = config.replay.redis_url.get_secret_value()
+        arguments = [json.dumps(tree), "resume" if resume else "new"]
+        self.process = subprocess.Popen([sys.executable, "-c", _PROGRAM, *arguments])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(SECONDS)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        assert self.process.wait(SECONDS) == 0
+
+
+def read_metrics(config: Config) -> dict[str, float]:
+    """Every series of /metrics that begins with paceline_replay, by name and labels."""
+    with urllib.request.urlopen(f"http://{config.replay.metrics_listen}/metrics", timeout=SECONDS) as page:
+        lines = page.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("paceline_replay"))
+    return {name: float(value) for name, value in pairs}
+
+
+def retry(call: Callable[[], T], accepted: tuple[type[Exception], ...]) -> T:
+    """The answer of a call that may fail with `accepted` for a while."""
+
+    def attempt() -> list[T] | None:
+        try:
+            return [call()]
+        except accepted:
+            return None
+
+    return wait_until(attempt, "the call succeeds")[0]
+
+
+def values_in_redis(entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> Iterator[float]:
+    """The values of all rows of stream entries, in order."""
+    for _, fields in entries:
+        yield from np.frombuffer(fields[b"rows"], SPEC.dtype)["value"]

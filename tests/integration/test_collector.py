@@ -1,0 +1,304 @@
+"""A whole collector against a learner and a replay service over sockets: what its rows say, and how it ends."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from integration.peers import PENDULUM, RUN_ID, SEMANTICS, Learner, Replay, make_actor, serve
+from integration.waiting import wait_until
+from paceline.actors import squashed_gaussian_semantics
+from paceline.collector import main as collector
+from paceline.config import build
+from paceline.envs import describe_environment
+from paceline.errors import ConfigError, EnvironmentFaultError, RowSpecError, RunMismatchError
+from paceline.process import StopSignal
+from paceline.rows import Column, transition_spec
+
+
+class Collecting:
+    """A learner, a replay service, and a collector that runs on a thread."""
+
+    def __init__(self, *, env=None, learner=None, replay=None, run_id=RUN_ID, **settings):
+        self.stop, self.error = StopSignal(), None
+        env = env or {"id": "Pendulum-v1"}
+        self.learner, self.replay = learner or learner_of(env), replay or Replay()
+        self.learner_server, learner_port = serve(self.learner)
+        self.replay_server, replay_port = serve(self.replay)
+        self.config = build(
+            {
+                "run": {"id": run_id},
+                "env": env,
+                "rpc": {"deadline_seconds": 2, "backoff_initial_seconds": 0.01, "backoff_max_seconds": 0.1},
+                "learner": {"address": f"127.0.0.1:{learner_port}"},
+                "replay": {"address": f"127.0.0.1:{replay_port}"},
+                "collector": {"environments": 2, "block_rows": 16, "poll_seconds": 0.5, **settings},
+            }
+        )
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self):
+        try:
+            collector.run(self.config, index=None, stop=self.stop)
+        except Exception as error:
+            self.error = error
+
+    def start(self, version=1):
+        if version:
+            self.learner.publish(version)
+        self.thread.start()
+        return self
+
+    def join(self):
+        self.thread.join(20)
+        assert not self.thread.is_alive(), "the collector did not end"
+        if self.error is not None:
+            raise self.error
+
+    def end(self):
+        self.stop.set()
+        self.join()
+        return self.replay.columns()
+
+    def close(self):
+        self.stop.set()
+        self.replay.open.set()
+        if self.thread.ident is not None:
+            self.thread.join(20)
+        self.learner_server.stop(0).wait()
+        self.replay_server.stop(0).wait()
+
+
+def learner_of(env, **settings):
+    description = describe_environment(build({"env": env}).env)
+    return Learner(
+        transition_spec(description.observation, description.action),
+        squashed_gaussian_semantics(
+            description.observation_dim,
+            hidden=(8,),
+            action_low=description.action_low,
+            action_high=description.action_high,
+        ),
+        **settings,
+    )
+
+
+@pytest.fixture
+def collecting():
+    """Makes collectors with their peers, and ends them."""
+    made = []
+
+    def make(**settings):
+        made.append(Collecting(**settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def require_unbroken_chains(rows):
+    for episode in np.unique(rows["episode"]):
+        chain = rows[rows["episode"] == episode]
+        assert np.array_equal(chain["next_observation"][:-1], chain["observation"][1:])
+        assert not chain["truncated"][:-1].any()
+        assert len(chain) == 200 or not chain["truncated"][-1]
+    assert not rows["terminated"].any()
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+def test_the_rows_of_each_episode_form_an_unbroken_chain(collecting, autoreset):
+    run = collecting(env={"id": "Pendulum-v1", "autoreset": autoreset}).start()
+    run.replay.wait_for(lambda replay: replay.row_count >= 900)
+    rows = run.end()
+    require_unbroken_chains(rows)
+    assert rows["truncated"].sum() >= 4
+    episodes = np.unique(rows["episode"])
+    assert episodes.tolist() == list(range(len(episodes)))
+
+
+def test_every_row_is_stamped_with_the_policy_that_acted_and_its_own_log_density(collecting):
+    run = collecting().start()
+    for version in (2, 3, 4):
+        reached = run.replay.row_count
+        run.replay.wait_for(lambda replay, reached=reached: replay.row_count > reached + 64)
+        run.learner.publish(version)
+    run.replay.wait_for(lambda replay: (replay.columns()["policy_version"] == 4).any())
+    rows = run.end()
+    assert (np.diff(rows["policy_version"]) >= 0).all()
+    assert (rows["policy_incarnation"] == 1).all()
+    assert (rows["policy_learner_step"] == 10 * rows["policy_version"]).all()
+    assert (rows["collector_index"] == 0).all()
+    assert (rows["collector_incarnation"] == 1).all()
+    assert (np.diff(rows["collected_at"]) >= 0).all()
+    for version in (1, 4):
+        mine = rows[rows["policy_version"] == version]
+        mine = mine[np.abs(mine["action"][:, 0]) < 1.9]  # far from the bounds, where tanh can be undone
+        actor = make_actor(version, run.learner.semantics)
+        with torch.no_grad():
+            mean, std = actor.get_mean_and_std(torch.from_numpy(mine["observation"].copy()))
+        unit = torch.from_numpy(mine["action"].astype(np.float64)) / 2
+        normal = torch.distributions.Normal(mean.double(), std.double())
+        expected = (normal.log_prob(torch.atanh(unit)) - torch.log(2 * (1 - unit**2))).sum(-1)
+        assert np.abs(expected.numpy() - mine["behaviour_log_prob"]).max() < 1e-3
+
+
+def test_the_warm_up_is_random_and_ends_after_the_steps_that_the_learner_names(collecting):
+    run = collecting(learner=learner_of({"id": "Pendulum-v1"}, warmup_steps=60)).start(version=5)
+    run.replay.wait_for(lambda replay: replay.row_count >= 100)
+    rows = run.end()
+    warm_up = rows[:60]
+    assert np.allclose(warm_up["behaviour_log_prob"], -math.log(4))
+    assert (warm_up["policy_version"] == 5).all()
+    assert abs(warm_up["action"].mean()) < 0.5
+    assert warm_up["action"].min() < -1.5
+    assert warm_up["action"].max() > 1.5
+    assert not np.isclose(rows[60:]["behaviour_log_prob"], -math.log(4)).all()
+
+
+def test_acting_goes_on_with_the_last_good_snapshot_while_the_learner_is_away(collecting):
+    run = collecting().start(version=3)
+    run.replay.wait_for(lambda replay: replay.row_count > 0)
+    run.learner_server.stop(0).wait()
+    reached = run.replay.row_count
+    run.replay.wait_for(lambda replay: replay.row_count > reached + 1000)
+    assert (run.end()["policy_version"] == 3).all()
+
+
+def test_a_slow_replay_service_holds_the_collector_back_and_loses_nothing(collecting):
+    run = collecting().start()
+    run.replay.wait_for(lambda replay: replay.row_count > 0)
+    run.replay.open.clear()
+    held_at = run.replay.received
+    run.replay.wait_for(lambda replay: replay.received > held_at)
+    run.replay.open.set()
+    reached = run.replay.row_count
+    run.replay.wait_for(lambda replay: replay.row_count > reached + 200)
+    require_unbroken_chains(run.end())
+
+
+def test_a_stop_appends_every_row_that_was_collected(collecting):
+    run = collecting(block_rows=4096, block_seconds=1000).start()
+    wait_until(lambda: any(report.episodes for report in run.learner.reports))
+    rows = run.end()
+    reported = sum(episode.length for report in run.learner.reports for episode in report.episodes)
+    assert len(rows) >= reported >= 400
+    require_unbroken_chains(rows)
+
+
+def test_a_block_is_due_by_time_however_few_rows_it_has(collecting):
+    run = collecting(block_rows=4096, block_seconds=0.01).start()
+    run.replay.wait_for(lambda replay: len(replay.blocks) > 3)
+    assert 0 < run.replay.blocks[0].header.row_count < 4096
+
+
+def test_finished_episodes_are_reported_once_each(collecting):
+    run = collecting().start()
+    wait_until(lambda: sum(len(report.episodes) for report in run.learner.reports) >= 4)
+    rows = run.end()
+    reports = run.learner.reports
+    assert [report.sequence for report in reports] == list(range(1, len(reports) + 1))
+    episodes = [episode for report in reports for episode in report.episodes]
+    assert len(episodes) == rows["truncated"].sum()
+    ended = rows[np.isin(rows["episode"], np.unique(rows["episode"][rows["truncated"]]))]
+    assert sum(episode.episode_return for episode in episodes) == pytest.approx(ended["reward"].sum(), rel=1e-4)
+    assert {episode.length for episode in episodes} == {200}
+    assert 0 < reports[-1].environment_step_count <= len(rows)
+
+
+@pytest.mark.parametrize("says", ["the learner", "replay"])
+def test_the_collector_ends_by_itself_when_the_run_is_over(collecting, says):
+    run = collecting(replay=Replay(complete_after_rows=200 if says == "replay" else None)).start()
+    run.replay.wait_for(lambda replay: replay.row_count >= 100)
+    if says == "the learner":
+        run.learner.finish()
+    run.join()
+
+
+def test_a_run_that_is_over_already_is_not_joined(collecting):
+    run = collecting()
+    run.learner.finish()
+    run.start()
+    run.join()
+    assert run.replay.received == 0
+
+
+def test_a_stop_ends_a_collector_that_waits_for_its_first_snapshot(collecting):
+    run = collecting().start(version=None)
+    wait_until(lambda: run.learner.polls)
+    run.stop.set()
+    run.join()
+
+
+def test_a_stop_ends_a_collector_that_waits_for_the_learner(collecting):
+    run = collecting()
+    run.learner_server.stop(0).wait()
+    run.start()
+    run.stop.set()
+    run.join()
+
+
+FAULTY = "counting_environment:Faulty-v0"
+
+
+def test_a_fault_ends_the_collector_and_what_was_collected_before_is_kept(collecting):
+    env = {"id": FAULTY, "kwargs": {"fault": "step raises", "step": 8}}
+    run = collecting(env=env, on_environment_error="stop").start()
+    with pytest.raises(EnvironmentFaultError, match=r"number 0 \(seed \d+\) at its step 9"):
+        run.join()
+    assert run.replay.row_count == 2 * 7  # the sixth of the eight steps before only reset
+
+
+def test_a_fault_drops_its_episode_and_the_collector_goes_on_where_it_may(collecting):
+    env = {"id": FAULTY, "kwargs": {"fault": "step raises", "step": 8}}
+    run = collecting(env=env, on_environment_error="reset", environments=1, block_rows=200, block_seconds=1000).start()
+    run.replay.wait_for(lambda replay: replay.row_count >= 400)
+    rows = run.end()
+    episodes, lengths = np.unique(rows["episode"], return_counts=True)
+    assert len(episodes) > 50
+    # A block that was sealed in the middle of an episode keeps what it has of it.
+    broken = [length for length in lengths[:-1] if length != 5]
+    assert len(broken) <= len(run.replay.blocks)
+
+
+def test_ten_faults_in_a_row_end_the_collector(collecting):
+    env = {"id": FAULTY, "kwargs": {"fault": "observation is NaN", "step": 2}}
+    run = collecting(env=env, on_environment_error="reset").start()
+    with pytest.raises(EnvironmentFaultError, match="10th fault in a row"):
+        run.join()
+
+
+def test_rows_that_the_learner_does_not_want_are_refused_at_the_start(collecting):
+    wanted = transition_spec(Column("observation", "float32", (4,)), Column("action", "float32", (1,)))
+    run = collecting(learner=Learner(wanted, SEMANTICS)).start()
+    with pytest.raises(RowSpecError, match=r"in observation: .*\(4,\).*\(3,\)"):
+        run.join()
+
+
+def test_a_learner_of_another_run_is_refused_at_the_start(collecting):
+    run = collecting(run_id="another").start()
+    with pytest.raises(RunMismatchError, match="another"):
+        run.join()
+
+
+def test_a_discrete_action_space_is_refused_before_the_run_is_joined(collecting):
+    run = collecting(env={"id": "CartPole-v1"}, learner=Learner(PENDULUM, SEMANTICS)).start()
+    with pytest.raises(ConfigError, match="discrete action space"):
+        run.join()
+    assert run.learner.joins == 0
+
+
+def test_two_collectors_and_a_restarted_one_begin_with_different_observations(collecting):
+    def first_observations(earlier_joins):
+        run = collecting()
+        run.learner.joins = earlier_joins
+        run.start()
+        run.replay.wait_for(lambda replay: replay.row_count > 0)
+        return {tuple(each) for each in run.end()["observation"][:2].tolist()}
+
+    assert not first_observations(0) & first_observations(1)
+    assert first_observations(0) == first_observations(0)

@@ -1,0 +1,237 @@
+"""Redis goes away, comes back, has lost something, is full, or refuses writes; nothing acknowledged is lost."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+import structlog
+
+from contract.faulty_redis import FaultyRedis
+from integration.replay_harness import (
+    RUN,
+    TABLE,
+    ReplayThread,
+    block,
+    free_port,
+    make_config,
+    request,
+    retry,
+    values_in_redis,
+    wait_until,
+)
+from paceline.errors import (
+    ConfigError,
+    PortTakenError,
+    StoreFullError,
+    StoreReadOnlyError,
+    UnavailableError,
+)
+from paceline.replay.scripts import APPEND
+from redis_servers import start_redis
+
+PREFIX = f"paceline:{{{RUN}}}:table:{TABLE}"
+BLOCKS = f"{PREFIX}:blocks"
+
+
+@pytest.fixture
+def own_redis(shared_redis, request, tmp_path):
+    """A server that the test may kill, of the kind whose turn it is."""
+    kind = "redis" if "redis-server" in str(shared_redis._binary) else "embedded"
+    server = start_redis(kind, tmp_path / "redis")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def faulty(redis_server):
+    faulty = FaultyRedis(redis_server.url.removeprefix("unix://"))
+    yield faulty
+    faulty.close()
+
+
+def test_while_redis_is_away_appends_are_refused_and_sampling_goes_on(own_redis, serve):
+    replay, client = serve(make_config(own_redis.url))
+    client.open()
+    client.append_rows(5)
+    own_redis.process.kill()
+    own_redis.process.wait()
+    with pytest.raises(UnavailableError, match="cannot be reached"):
+        client.append(request(6, block(50, 10)))
+    assert set(client.sample_values(2000).tolist()) == set(range(50))
+    wait_until(lambda: client.health() == "NOT_SERVING", "readiness goes off")
+    assert client.health("") == "SERVING"  # nobody should restart the process
+    assert replay.metrics()["paceline_replay_redis_available"] == 0
+
+    own_redis.restart()
+    wait_until(lambda: client.health() == "SERVING", "readiness comes back")
+    (answer,) = retry(lambda: client.append(request(6, block(50, 10))), (UnavailableError,))
+    assert not answer.duplicate
+    with redis.Redis.from_url(own_redis.url) as store:
+        assert list(values_in_redis(store.xrange(BLOCKS))) == list(range(60))
+    assert replay.metrics()["paceline_replay_redis_available"] == 1
+
+
+def test_a_redis_that_lost_its_last_second_gets_it_again(redis_server, redis_client, serve):
+    config = make_config(redis_server.url, capacity=100)
+    replay, client = serve(config)
+    client.open()
+    client.append_rows(8)
+    # What Redis knew then, it knows again after a crash: exactly the scripts up to some moment.
+    before = {key: redis_client.dump(f"{PREFIX}:{key}") for key in ("state", "positions", "blocks")}
+    client.append_rows(4, first=8)
+    with structlog.testing.capture_logs() as events, redis_client.pipeline() as pipeline:
+        for key, value in before.items():
+            pipeline.restore(f"{PREFIX}:{key}", 0, value, replace=True)
+        pipeline.execute()
+        client.append(request(13, block(120, 10)))
+    assert list(values_in_redis(redis_client.xrange(BLOCKS))) == list(range(30, 130))
+    assert [event["blocks"] for event in events if event["event"] == "record_written_again"] == [4]
+    described = client.describe()
+    assert (described.row_count, described.inserted_row_count) == (100, 130)
+    replay.stop()
+
+    _, client = serve(config, resume=True)
+    after = client.describe()
+    assert (after.row_count, after.inserted_row_count, after.collectors[0].sequence) == (100, 130, 13)
+
+
+def test_a_redis_that_lost_everything_gets_it_again_without_an_append(redis_server, redis_client, serve):
+    config = make_config(redis_server.url, capacity=100)
+    replay, client = serve(config)
+    client.open()
+    client.append_rows(12)
+    redis_client.flushall()
+    wait_until(lambda: redis_client.xlen(BLOCKS) == 10, "the record is written again")
+    replay.stop()
+    assert list(values_in_redis(redis_client.xrange(BLOCKS))) == list(range(20, 120))
+    _, client = serve(config, resume=True)
+    assert client.append(request(12, block(110, 10)))[0].duplicate
+    assert set(client.sample_values(3000).tolist()) == set(range(20, 120))
+    assert client.describe().inserted_row_count == 120
+
+
+def test_a_block_whose_reply_was_lost_is_in_both_tiers_once(redis_server, redis_client, faulty, serve):
+    _, client = serve(make_config(faulty.url))
+    client.open()
+    client.append_rows(3)
+    faulty.lose_replies_to = APPEND.sha
+    message = request(4, block(30, 10))
+    with pytest.raises(UnavailableError):
+        client.append(message)
+    assert faulty.lose_replies_to is None
+    assert redis_client.xlen(BLOCKS) == 4
+    (answer,) = retry(lambda: client.append(message), (UnavailableError,))
+    assert (answer.duplicate, answer.stored_row_count) == (True, 10)
+    client.append(request(5, block(40, 10)))
+    assert list(values_in_redis(redis_client.xrange(BLOCKS))) == list(range(50))
+    described = client.describe()
+    assert (described.row_count, described.inserted_row_count) == (50, 50)
+    assert set(client.sample_values(2000).tolist()) == set(range(50))
+
+
+@pytest.mark.parametrize(
+    ("reply", "error_type", "ready"),
+    [
+        ("LOADING Redis is loading the dataset in memory", UnavailableError, False),
+        ("READONLY You can't write against a read only replica.", UnavailableError, False),
+        ("MISCONF Errors writing to the AOF file", StoreReadOnlyError, True),
+        ("OOM command not allowed when used memory > 'maxmemory'.", StoreFullError, True),
+    ],
+    ids=["loading", "read-only", "disk-full", "memory-full"],
+)
+def test_a_passing_state_of_redis_neither_ends_replay_nor_is_hammered(faulty, serve, reply, error_type, ready):
+    _, client = serve(make_config(faulty.url))
+    client.open()
+    client.append_rows(3)
+    faulty.fault = reply
+    message = request(4, block(30, 10))
+    with pytest.raises(error_type):
+        client.append(message)
+    wait_until(lambda: faulty.attempts >= 3, "the keeper of the record asks")
+    if ready:
+        assert client.health() == "SERVING"
+    else:
+        wait_until(lambda: client.health() == "NOT_SERVING", "readiness goes off")
+    assert len(client.sample_values(100)) == 100
+    faulty.fault = None
+    (answer,) = retry(lambda: client.append(message), (UnavailableError,))
+    assert not answer.duplicate
+    client.wait_until_serving()
+
+
+def test_replay_waits_not_serving_while_redis_loads_at_the_start(faulty, serve):
+    faulty.fault = "LOADING Redis is loading the dataset in memory"
+    _, client = serve(make_config(faulty.url), ready=False)
+    wait_until(lambda: client.health() == "NOT_SERVING", "the server answers")
+    for call in (
+        client.open,
+        client.describe,
+        lambda: client.sample(4),
+        lambda: client.append(request(1, block(0, 1))),
+    ):
+        with pytest.raises(UnavailableError, match="still restoring"):
+            call()
+    wait_until(lambda: faulty.attempts >= 2, "replay asks again")
+    faulty.fault = None
+    client.wait_until_serving()
+    client.open()
+
+
+def test_a_full_redis_refuses_blocks_whole_and_sampling_goes_on(redis_server, redis_client, serve):
+    used = redis_client.info("memory")["used_memory"]
+    redis_client.config_set("maxmemory", used + (8 << 20))
+    try:
+        _, client = serve(make_config(redis_server.url, capacity=1_000_000))
+        client.open()
+        stored, rows = 0, 2048  # 64 KiB a block
+
+        def fill() -> None:
+            nonlocal stored
+            while stored < 1000:
+                client.append(request(stored + 1, block(stored * rows, rows)))
+                stored += 1
+
+        with pytest.raises(StoreFullError, match=r"is full.*raise its maxmemory"):
+            fill()
+        assert stored > 50
+        for seed in range(100):
+            assert len(client.sample_values(100, seed=seed)) == 100
+        assert client.describe().block_count == redis_client.xlen(BLOCKS) == stored
+        assert redis_client.hget(f"{PREFIX}:state", "last_block") == b"%d" % stored
+        assert client.health() == "SERVING"
+
+        redis_client.xtrim(BLOCKS, maxlen=stored * 3 // 4, approximate=False)
+        (answer,) = client.append(request(stored + 1, block(stored * rows, rows)))
+        assert not answer.duplicate
+        assert redis_client.xlen(BLOCKS) == stored * 3 // 4 + 1
+    finally:
+        redis_client.config_set("maxmemory", 0)
+
+
+def test_an_evicting_redis_is_refused_at_the_start(redis_server, redis_client):
+    redis_client.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        refused = ReplayThread(make_config(redis_server.url))
+        refused.join()
+    finally:
+        redis_client.config_set("maxmemory-policy", "noeviction")
+    assert isinstance(refused.error, ConfigError)
+    assert "maxmemory-policy allkeys-lru" in str(refused.error)
+
+
+def test_a_redis_that_is_not_there_ends_replay_at_once():
+    refused = ReplayThread(make_config(f"redis://127.0.0.1:{free_port()}/0"))
+    refused.join()
+    assert isinstance(refused.error, UnavailableError)
+    assert "is it running?" in str(refused.error)
+
+
+def test_a_second_replay_on_the_same_port_is_refused_and_leaves_the_first_alone(redis_server, serve):
+    config = make_config(redis_server.url)
+    _, client = serve(config)
+    client.open()
+    second = ReplayThread(config, resume=True)
+    second.join()
+    assert isinstance(second.error, PortTakenError)
+    assert config.replay.listen in str(second.error)
+    client.append_rows(1)  # it did not take the run over either

@@ -1,0 +1,316 @@
+"""Rows are kept once, in order, in both tiers, and survive the death of the process."""
+
+from __future__ import annotations
+
+from concurrent import futures
+
+import grpc
+import numpy as np
+import pytest
+import structlog
+
+from integration.replay_harness import (
+    RUN,
+    SECONDS,
+    SPEC,
+    TABLE,
+    Client,
+    ReplayThread,
+    block,
+    make_config,
+    request,
+    retry,
+    values_in_redis,
+    wait_until,
+)
+from paceline.errors import ConfigError, ConflictError, NotFoundError, ReplacedError, UnavailableError
+from paceline.rows import Column, RowSpec
+from paceline.v1 import replay_pb2 as pb
+
+BLOCKS = f"paceline:{{{RUN}}}:table:{TABLE}:blocks"
+
+
+def test_a_ring_that_is_rebuilt_after_a_kill_is_the_one_that_was_lost(redis_server, redis_client, spawn):
+    config = make_config(redis_server.url, capacity=500)
+    replay, client = spawn(config)
+    client.open()
+    first = 0
+    for sequence in range(1, 41):
+        count = 1 + sequence * 7 % 40
+        client.append(request(sequence, block(first, count), collector=sequence % 3))
+        first += count
+    before, rows = client.describe(), client.sample_values(2000, seed=5)
+    stored = redis_client.xrange(BLOCKS)
+    replay.kill()
+
+    _, client = spawn(config, resume=True)
+    after, rows_after = client.describe(), client.sample_values(2000, seed=5)
+    assert (rows_after == rows).all()
+    assert redis_client.xrange(BLOCKS) == stored
+    for name in ("row_spec", "row_count", "block_count", "inserted_row_count", "collectors", "capacity_row_count"):
+        assert getattr(after, name) == getattr(before, name), name
+    assert before.inserted_row_count == first > before.row_count
+
+
+def test_the_oldest_blocks_leave_memory_and_redis_alike(redis_server, redis_client, serve):
+    replay, client = serve(make_config(redis_server.url, capacity=100))
+    client.open()
+    client.append_rows(20, block_rows=30)
+    described = client.describe()
+    assert (described.row_count, described.block_count, described.inserted_row_count) == (90, 3, 600)
+    expected = list(range(510, 600))
+    assert list(values_in_redis(redis_client.xrange(BLOCKS))) == expected
+    assert sorted(set(client.sample_values(5000).tolist())) == expected
+    assert replay.metrics()[f'paceline_replay_removed_rows_total{{table="{TABLE}"}}'] == 510
+
+
+def test_a_smaller_capacity_trims_both_tiers_on_resume(redis_server, redis_client, serve):
+    replay, client = serve(make_config(redis_server.url, capacity=100))
+    client.open()
+    client.append_rows(10)
+    replay.stop()
+    _, client = serve(make_config(redis_server.url, capacity=35), resume=True)
+    assert client.describe().row_count == 30
+    assert redis_client.xlen(BLOCKS) == 3
+
+
+class LossyProxy:
+    """Passes calls on to replay; every third block is committed first and then, once, its answer is lost."""
+
+    def __init__(self, client: Client, port: int) -> None:
+        self.client = client
+        self._lost: set[int] = set()
+        self._server = grpc.server(futures.ThreadPoolExecutor(4))
+        method = grpc.stream_stream_rpc_method_handler(
+            self._append, pb.AppendRequest.FromString, pb.AppendResponse.SerializeToString
+        )
+        handler = grpc.method_handlers_generic_handler("paceline.v1.ReplayService", {"Append": method})
+        self._server.add_generic_rpc_handlers([handler])
+        self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop(0).wait()
+
+    def _append(self, requests, context):
+        for message in requests:
+            try:
+                (answer,) = self.client.append(message)
+            except UnavailableError as error:
+                context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            sequence = message.header.sequence
+            if sequence % 3 == 0 and sequence not in self._lost:
+                self._lost.add(sequence)
+                context.abort(grpc.StatusCode.UNAVAILABLE, "the answer was lost")
+            yield answer
+
+
+@pytest.mark.slow
+def test_blocks_whose_answers_are_lost_are_stored_once_and_in_order(redis_server, redis_client, spawn):
+    config = make_config(redis_server.url)
+    proxied = make_config(redis_server.url)
+    replay, client = spawn(config)
+    client.open()
+    proxy, writer = LossyProxy(client, int(proxied.replay.address.rpartition(":")[2])), Client(proxied)
+    duplicates = 0
+    for sequence in range(1, 301):
+        if sequence == 150:  # right before a block whose answer is lost
+            replay.kill()
+            replay, proxy.client = spawn(config, resume=True)
+        message = request(sequence, block(sequence, 1))
+        (answer,) = retry(lambda message=message: writer.append(message), (UnavailableError,))
+        assert answer.sequence == sequence
+        duplicates += answer.duplicate
+    proxy.stop()
+    writer.close()
+    assert duplicates == 100
+    described = proxy.client.describe()
+    assert (described.row_count, described.inserted_row_count, described.block_count) == (300, 300, 300)
+    assert list(values_in_redis(redis_client.xrange(BLOCKS))) == list(range(1, 301))
+    assert set(proxy.client.sample_values(10_000).tolist()) == set(range(1, 301))
+
+
+def test_duplicates_are_counted_and_do_not_wait_for_the_limiter(redis_server, serve):
+    # One block fills the window: a second one waits, the first one again does not.
+    config = make_config(
+        redis_server.url,
+        limiter={"window_rows": 40, "deadline_seconds": SECONDS},
+        learner={"updates": "strict", "batch_size": 10},
+        collector={"block_rows": 2},
+    )
+    replay, client = serve(config)
+    client.open()
+    message = request(1, block(0, 3))
+    assert not client.append(message)[0].duplicate
+    assert client.append(message)[0].duplicate
+    assert replay.metrics()[f'paceline_replay_duplicate_blocks_total{{table="{TABLE}"}}'] == 1
+
+
+def test_a_used_run_id_needs_resume(redis_server, serve):
+    config = make_config(redis_server.url)
+    replay, client = serve(config)
+    client.open()
+    client.append_rows(3)
+    replay.stop()
+
+    refused = ReplayThread(make_config(redis_server.url))
+    refused.join()
+    assert isinstance(refused.error, ConflictError)
+    assert "--resume" in str(refused.error)
+    _, client = serve(config, resume=True)
+    assert client.describe().row_count == 30
+
+
+def test_two_runs_on_one_redis_see_only_their_own_rows(redis_server, serve):
+    _, one = serve(make_config(redis_server.url, run_id="one"), run_id="one")
+    _, two = serve(make_config(redis_server.url, run_id="two"), run_id="two")
+    for client, first in ((one, 0), (two, 1000)):
+        client.open()
+        client.append(*(request(n + 1, block(first + n, 1), run_id=client.run_id) for n in range(100)))
+    assert set(one.sample_values(5000).tolist()) == set(range(100))
+    assert set(two.sample_values(5000).tolist()) == set(range(1000, 1100))
+
+
+def test_a_replay_process_that_was_replaced_stores_nothing_and_ends(redis_server, redis_client, serve):
+    older, old_client = serve(make_config(redis_server.url))
+    old_client.open()
+    old_client.append_rows(3)
+    _, new_client = serve(make_config(redis_server.url), resume=True)
+    with pytest.raises(UnavailableError):
+        old_client.append(request(4, block(0, 10)))
+    older.join()
+    assert isinstance(older.error, ReplacedError)
+    new_client.append(request(4, block(30, 10)))
+    assert list(values_in_redis(redis_client.xrange(BLOCKS))) == list(range(40))
+
+
+def test_a_newer_incarnation_of_a_collector_retires_the_older(redis_server, serve):
+    replay, client = serve(make_config(redis_server.url))
+    client.open()
+    client.append(request(1, block(0, 1)), request(1, block(1, 1), incarnation=2))
+    with pytest.raises(ReplacedError, match="incarnation 2 took over"):
+        client.append(request(2, block(2, 1)))
+    assert client.describe().row_count == 2
+    assert replay.metrics()['paceline_replay_refused_blocks_total{reason="replaced"}'] == 1
+
+
+def test_a_gap_in_a_sequence_is_accepted_counted_and_logged(redis_server, serve):
+    with structlog.testing.capture_logs() as events:
+        replay, client = serve(make_config(redis_server.url))
+        client.open()
+        client.append(request(1, block(0, 1)), request(5, block(1, 1)), request(6, block(2, 1)))
+    assert client.describe().row_count == 3
+    (gap,) = [event for event in events if event["event"] == "sequence_gap"]
+    assert (gap["expected_sequence"], gap["sequence"]) == (2, 5)
+    assert replay.metrics()[f'paceline_replay_sequence_gaps_total{{table="{TABLE}"}}'] == 1
+
+
+def test_damaged_blocks_are_named_counted_and_left_out(redis_server, redis_client, serve):
+    config = make_config(redis_server.url)
+    replay, client = serve(config)
+    client.open()
+    client.append_rows(5)
+    replay.stop()
+    entries = redis_client.xrange(BLOCKS)
+    redis_client.delete(BLOCKS)
+    for identifier, fields in entries:
+        if identifier == b"2-0":  # one flipped bit
+            fields[b"rows"] = bytes([fields[b"rows"][0] ^ 1]) + fields[b"rows"][1:]
+        if identifier == b"4-0":  # cut short
+            fields[b"rows"] = fields[b"rows"][:-1]
+        redis_client.xadd(BLOCKS, fields, id=identifier)
+
+    with structlog.testing.capture_logs() as events:
+        replay, client = serve(config, resume=True)
+    assert [event["block"] for event in events if event["event"] == "block_damaged"] == [2, 4]
+    assert replay.metrics()[f'paceline_replay_damaged_blocks_total{{table="{TABLE}"}}'] == 2
+    assert set(client.sample_values(5000).tolist()) == {*range(10), *range(20, 30), *range(40, 50)}
+    client.append_rows(1, first=5)
+    described = client.describe()
+    assert (described.row_count, described.inserted_row_count) == (40, 60)
+
+
+def test_the_last_block_is_cut_at_the_runs_limit_of_rows(redis_server, redis_client, serve):
+    config = make_config(redis_server.url, run={"id": RUN, "environment_steps": 100})
+    replay, client = serve(config)
+    client.open()
+    answers = client.append(*(request(n, block(30 * (n - 1), 30)) for n in range(1, 6)))
+    assert [(a.stored_row_count, a.complete) for a in answers] == [
+        (30, False),
+        (30, False),
+        (30, False),
+        (10, True),
+        (0, True),
+    ]
+    (again,) = client.append(request(4, block(90, 30)))
+    assert (again.stored_row_count, again.duplicate, again.complete) == (10, True, True)
+    assert list(values_in_redis(redis_client.xrange(BLOCKS))) == list(range(100))
+    replay.stop()
+
+    _, client = serve(config, resume=True)
+    (again,) = client.append(request(5, block(120, 30)))
+    assert (again.stored_row_count, again.complete) == (0, True)
+    assert set(client.sample_values(5000).tolist()) == set(range(100))
+
+
+def test_counters_survive_a_stop(redis_server, serve):
+    config = make_config(redis_server.url)
+    replay, client = serve(config)
+    client.open()
+    client.append_rows(3)
+    client.sample(64, 5)
+    replay.stop()
+    _, client = serve(config, resume=True)
+    described = client.describe()
+    assert (described.inserted_row_count, described.sampled_row_count) == (30, 320)
+
+
+def test_the_counter_of_sampled_rows_reaches_redis_without_an_append(redis_server, redis_client, serve):
+    _, client = serve(make_config(redis_server.url))
+    client.open()
+    client.append_rows(3)
+    client.sample(64, 5)
+    state = f"paceline:{{{RUN}}}:table:{TABLE}:state"
+    wait_until(lambda: redis_client.hget(state, "sampled") == b"320", "the counter is saved")
+
+
+def test_a_table_keeps_its_row_spec_over_a_restart(redis_server, serve):
+    config = make_config(redis_server.url)
+    replay, client = serve(config)
+    client.open()
+    client.open()
+    replay.stop()
+    _, client = serve(config, resume=True)
+    client.open()
+    other = RowSpec((Column("value", "float64"), Column("observation", "float32", (5,))))
+    with pytest.raises(ConflictError, match=r"choose another run.id"):
+        client.open(other)
+
+
+def test_tables_that_are_not_configured_or_not_open_are_not_found(redis_server, serve):
+    _, client = serve(make_config(redis_server.url))
+    with pytest.raises(NotFoundError, match=r"no table 'unrolls': replay.tables has transitions"):
+        client.open(table="unrolls")
+    with pytest.raises(NotFoundError, match="OpenTable must come first"):
+        client.append(request(1, block(0, 1)))
+    with pytest.raises(NotFoundError, match="OpenTable must come first"):
+        client.sample(4)
+
+
+def test_without_a_redis_url_replay_says_what_to_do(redis_server):
+    config = make_config(redis_server.url)
+    config = config.model_copy(update={"replay": config.replay.model_copy(update={"redis_url": None})})
+    refused = ReplayThread(config)
+    refused.join()
+    assert isinstance(refused.error, ConfigError)
+    assert "paceline train" in str(refused.error)
+
+
+def test_the_same_seed_samples_the_same_rows(redis_server, serve):
+    _, client = serve(make_config(redis_server.url))
+    client.open()
+    client.append_rows(10)
+    one, again, other = (client.sample_values(50, seed=seed) for seed in (3, 3, 4))
+    assert np.array_equal(one, again)
+    assert not np.array_equal(one, other)
+    assert SPEC.row_bytes * 50 == sum(len(message.rows) for message in client.sample(50, seed=None))

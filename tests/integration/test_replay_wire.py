@@ -1,0 +1,437 @@
+"""What crosses the wire: malformed input is refused and harms nobody, messages are cut and shared, streams end."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from integration.replay_harness import (
+    RUN,
+    SECONDS,
+    SPEC,
+    TABLE,
+    Client,
+    block,
+    make_config,
+    request,
+    wait_until,
+)
+from paceline.errors import (
+    BlockError,
+    LimiterTimeoutError,
+    RowSpecError,
+    RunMismatchError,
+    TooManyStreamsError,
+)
+from paceline.replay.service import MESSAGE_BYTES
+from paceline.rows import Block, Column, RowSpec
+from paceline.rpc.bulk import APPEND_REQUEST, SAMPLE_RESPONSE, Bulk
+from paceline.v1 import replay_pb2 as pb
+from paceline.v1 import rows_pb2
+
+
+class Bomb:
+    """Whoever unpickles it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return (Path.touch, (self.marker,))
+
+
+def memory_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def raw(client: Client, rpc: str, data: bytes) -> grpc.RpcError:
+    """The error of a call whose request is these very bytes."""
+    path = f"/paceline.v1.ReplayService/{rpc}"
+    if rpc in ("Append", "Sample"):
+        stream = client.channel.stream_stream(path)(iter([data]), timeout=SECONDS)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stream)
+    else:
+        with pytest.raises(grpc.RpcError) as caught:
+            client.channel.unary_unary(path)(data, timeout=SECONDS)
+    return caught.value
+
+
+def changed(message: pb.AppendRequest, **header: object) -> pb.AppendRequest:
+    copy = pb.AppendRequest()
+    copy.CopyFrom(message)
+    for name, value in header.items():
+        setattr(copy.header, name, value)
+    return copy
+
+
+@pytest.fixture
+def opened(redis_server, serve):
+    replay, client = serve(make_config(redis_server.url))
+    client.open()
+    client.append_rows(3)
+    return replay, client
+
+
+@pytest.mark.parametrize("rpc", ["OpenTable", "Append", "Sample", "DescribeTables"])
+def test_bytes_that_are_no_message_are_refused_and_never_run(opened, tmp_path, rpc):
+    _, client = opened
+    marker = tmp_path / "marker"
+    for data in (
+        pickle.dumps(Bomb(marker)),
+        b"\xff" * 64,
+        b"\x0a\xff\xff\xff\xff\x0f",
+        np.random.default_rng(0).bytes(99),
+    ):
+        assert raw(client, rpc, data).code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not marker.exists()
+    assert client.describe().row_count == 30
+
+
+def test_rows_that_are_a_pickle_are_refused_and_never_run(opened, tmp_path):
+    _, client = opened
+    marker = tmp_path / "marker"
+    data = pickle.dumps(Bomb(marker))
+    message = changed(request(4, block(0, 4)))
+    message.rows = data
+    with pytest.raises(BlockError, match="4 rows and holds"):
+        client.append(message)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "error_type", "text"),
+    [
+        ({"row_count": 5}, BlockError, "says 5 rows and holds 320 bytes: expected 160 bytes"),
+        ({"row_count": 0}, BlockError, "says 0 rows"),
+        ({"row_count": -3}, BlockError, "says -3 rows"),
+        ({"row_count": 2**31 - 1}, BlockError, "says 2147483647 rows"),
+        ({"row_spec_digest": b"\x00" * 16}, RowSpecError, "row spec digest"),
+        ({"row_spec_digest": b""}, RowSpecError, "row spec digest"),
+        ({"checksum": 1}, BlockError, "checksum"),
+        ({"collector_index": -1}, BlockError, "expected 0 to 255"),
+        ({"collector_index": 256}, BlockError, "expected 0 to 255"),
+        ({"collector_incarnation": 0}, BlockError, "expected 1 or more"),
+        ({"sequence": 0}, BlockError, "expected 1 or more"),
+        ({"sequence": 2**53}, BlockError, "a sequence below"),
+    ],
+)
+def test_a_block_that_is_not_what_its_header_says_is_refused(opened, change, error_type, text):
+    _, client = opened
+    with pytest.raises(error_type, match=text):
+        client.append(changed(request(4, block(30, 10)), **change))
+    assert client.describe().inserted_row_count == 30
+    client.append(request(4, block(30, 10)))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_block_that_is_not_finite_is_refused_unless_the_table_allows_it(redis_server, serve, value):
+    replay, client = serve(make_config(redis_server.url))
+    client.open()
+    rows = block(0, 10)
+    rows.columns["observation"][7, 2] = value
+    with pytest.raises(BlockError, match="column 'observation' of block 1 of collector 0 holds a NaN"):
+        client.append(request(1, rows))
+    assert replay.metrics()['paceline_replay_refused_blocks_total{reason="malformed"}'] == 1
+    replay.stop()
+    _, client = serve(make_config(redis_server.url, table={"allow_non_finite": True}), resume=True)
+    client.open()
+    assert client.append(request(1, rows))[0].stored_row_count == 10
+
+
+def test_a_block_larger_than_the_table_is_refused(redis_server, serve):
+    _, client = serve(make_config(redis_server.url, capacity=20))
+    client.open()
+    with pytest.raises(BlockError, match="at most capacity_rows, 20"):
+        client.append(request(1, block(0, 21)))
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [rows_pb2.Column(name="x", data_type=rows_pb2.DATA_TYPE_FLOAT32, shape=[10**12])],
+        [rows_pb2.Column(name="x", data_type=rows_pb2.DATA_TYPE_FLOAT32, shape=[10**6, 10**6])],
+        [rows_pb2.Column(name="x", data_type=rows_pb2.DATA_TYPE_FLOAT32, shape=[2**62, 2**62])],
+        [rows_pb2.Column(name="x", data_type=rows_pb2.DATA_TYPE_FLOAT32, shape=[-4])],
+        [rows_pb2.Column(name="x", data_type=rows_pb2.DATA_TYPE_FLOAT32, shape=[16 << 20])],  # a table: 640 GB
+        [rows_pb2.Column(name="x", data_type=99)],
+        [rows_pb2.Column(name="x")],
+        [rows_pb2.Column(name="../x", data_type=rows_pb2.DATA_TYPE_FLOAT32)],
+        [rows_pb2.Column(name="x", data_type=rows_pb2.DATA_TYPE_BOOL)] * 2,
+        [rows_pb2.Column(name=f"x{n}", data_type=rows_pb2.DATA_TYPE_BOOL) for n in range(10_000)],
+        [],
+    ],
+    ids=["10^12", "10^6x10^6", "2^124", "negative", "memory", "dtype", "no-dtype", "name", "twice", "many", "none"],
+)
+def test_a_row_spec_that_is_none_is_refused_before_anything_is_allocated(redis_server, serve, columns):
+    _, client = serve(make_config(redis_server.url))
+    before = memory_bytes()
+    message = pb.OpenTableRequest(run_id=RUN, table=TABLE, row_spec=rows_pb2.RowSpec(columns=columns))
+    error = raw(client, "OpenTable", message.SerializeToString())
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error.details()
+    assert dict(error.trailing_metadata())["paceline-error"] == "RowSpecError"
+    assert memory_bytes() - before < 50 << 20
+    client.open()
+
+
+def test_every_call_of_another_run_is_refused_and_nothing_is_stored(opened, redis_client):
+    _, client = opened
+    stranger = Client.__new__(Client)
+    stranger.__dict__.update(client.__dict__, run_id="other-run")
+    calls = (
+        lambda: stranger.open(),
+        lambda: stranger.append(request(4, block(30, 10), run_id="other-run")),
+        lambda: stranger.sample(4),
+        lambda: stranger.describe(),
+    )
+    for call in calls:
+        with pytest.raises(RunMismatchError, match="belongs to run 'first-run', the caller to run 'other-run'"):
+            call()
+    assert client.describe().inserted_row_count == 30
+    assert not list(redis_client.scan_iter("*other-run*"))
+
+
+@pytest.mark.parametrize(
+    ("later", "text"),
+    [
+        ({"batch_size": 5}, "expected 4 from 'transitions'"),
+        ({"table": "others"}, "expected 4 from 'transitions'"),
+        ({"batch_count": 0}, "expected 1 or more of each"),
+        ({"batch_size": -4}, "expected 1 or more of each"),
+    ],
+)
+def test_a_later_sample_request_that_differs_is_refused(opened, later, text):
+    _, client = opened
+    second = client.sample_request(4)
+    for name, value in later.items():
+        setattr(second, name, value)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(client.stub.Sample(iter([client.sample_request(4), second]), timeout=SECONDS))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert text in caught.value.details()
+
+
+def test_large_batches_are_cut_and_small_ones_share_a_message(redis_server, serve):
+    spec = RowSpec((Column("x", "uint8", (1000,)),))  # 1000 bytes a row, 1048 rows a message
+    _, client = serve(make_config(redis_server.url))
+    client.open(spec)
+    rows = Block.empty(spec, 500)
+    client.append(request(1, rows))
+    large = client.sample(3000, 2)
+    assert [message.row_count for message in large] == [1048, 1048, 1048, 1048, 1048, 760]
+    small = client.sample(100, 60)
+    assert sum(message.row_count for message in small) == 6000
+    assert len(small) <= 7
+    for message in large + small:
+        assert len(message.rows) == message.row_count * spec.row_bytes <= MESSAGE_BYTES
+        assert (message.table_row_count, message.inserted_row_count) == (500, 500)
+        assert message.row_spec_digest == spec.digest
+
+
+def test_bulk_peers_and_plain_protobuf_peers_understand_each_other(opened):
+    _, client = opened
+    message = request(4, block(30, 10))
+    head = pb.AppendRequest()
+    head.CopyFrom(message)
+    head.ClearField("rows")
+    append = client.channel.stream_stream(
+        "/paceline.v1.ReplayService/Append", APPEND_REQUEST.serialize, pb.AppendResponse.FromString
+    )
+    (answer,) = append(iter([Bulk(head, memoryview(message.rows))]), timeout=SECONDS)
+    assert answer.stored_row_count == 10
+    sample = client.channel.stream_stream(
+        "/paceline.v1.ReplayService/Sample", pb.SampleRequest.SerializeToString, SAMPLE_RESPONSE.deserialize
+    )
+    (bulk,) = sample(iter([client.sample_request(100)]), timeout=SECONDS)
+    (plain,) = client.sample(100)
+    assert bytes(bulk.payload) == plain.rows
+    assert bulk.head.row_count == plain.row_count == 100
+
+
+def test_requests_sent_ahead_are_answered_ahead(opened):
+    _, client = opened
+    ask = threading.Semaphore(0)
+
+    def requests():
+        yield client.sample_request(10, 3)
+        ask.acquire(timeout=SECONDS)
+        yield client.sample_request(10, 2)
+        ask.acquire(timeout=SECONDS)
+
+    stream = client.stub.Sample(requests(), timeout=SECONDS)
+    for batches in (3, 2):
+        received = 0
+        while received < 10 * batches:
+            received += next(stream).row_count
+        assert received == 10 * batches
+        ask.release()
+    assert list(stream) == []
+
+
+def test_batches_that_the_limiter_granted_are_not_held_back_for_those_it_did_not(redis_server, serve):
+    config = make_config(
+        redis_server.url,
+        limiter={"window_rows": 80},
+        learner={"updates": "strict", "batch_size": 20, "updates_per_step": 0.1},
+    )
+    _, client = serve(config)
+    client.open()
+    client.append(request(1, block(0, 1)))
+    stream = client.stub.Sample(iter([client.sample_request(20, 4)]), timeout=SECONDS)
+    assert next(stream).row_count == 40  # two batches down to the lower edge; the other two wait
+    client.append(request(2, block(1, 10)))
+    client.append(request(3, block(11, 10)))
+    assert sum(message.row_count for message in stream) == 40
+
+
+def stream_count(replay, rpc: str) -> float:
+    return replay.metrics().get(f'paceline_replay_open_streams{{rpc="{rpc}"}}', 0.0)
+
+
+def test_a_wait_for_the_limiter_ends_as_the_caller_goes_away(redis_server, serve):
+    replay, client = serve(make_config(redis_server.url, limiter={"min_rows": 100}))
+    client.open()
+    stream = client.stub.Sample(iter([client.sample_request(10)]), timeout=SECONDS)
+    wait_until(lambda: stream_count(replay, "Sample") == 1, "the stream is open")
+    stream.cancel()
+    wait_until(lambda: stream_count(replay, "Sample") == 0, "its thread is free again", seconds=5)
+
+
+def test_a_limiter_timeout_says_what_it_waits_for_and_is_counted(redis_server, serve):
+    replay, client = serve(make_config(redis_server.url, limiter={"min_rows": 100, "deadline_seconds": 0.05}))
+    client.open()
+    client.append_rows(3)
+    with pytest.raises(LimiterTimeoutError, match="30 of the 100 rows needed before the first sample"):
+        client.sample(10)
+    series = f'{{side="sample",table="{TABLE}"}}'
+    metrics = replay.metrics()
+    assert metrics[f"paceline_replay_limiter_timeouts_total{series}"] == 1
+    assert metrics[f"paceline_replay_limiter_wait_seconds_total{series}"] >= 0.05
+
+
+def test_streams_beyond_the_limit_are_refused_and_short_calls_still_answered(redis_server, serve):
+    config = make_config(redis_server.url)
+    config = config.model_copy(update={"replay": config.replay.model_copy(update={"max_streams": 2})})
+    replay, client = serve(config)
+    client.open()
+    open_ends = threading.Event()
+
+    def silence():
+        open_ends.wait(SECONDS)
+        yield from ()
+
+    streams = [client.stub.Append(silence(), timeout=SECONDS) for _ in range(2)]
+    wait_until(lambda: stream_count(replay, "Append") == 2, "both streams are open")
+    with pytest.raises(TooManyStreamsError, match="2 streams are open"):
+        client.sample(1)
+    client.describe()
+    open_ends.set()
+    for stream in streams:
+        assert list(stream) == []
+
+
+def test_a_stop_ends_idle_and_waiting_streams_at_once(redis_server, serve):
+    config = make_config(
+        redis_server.url,
+        limiter={"min_rows": 1, "window_rows": 200},
+        learner={"updates": "strict", "batch_size": 10},
+        rpc={"drain_seconds": 25},
+    )
+    replay, client = serve(config)
+    client.open()
+    hold = threading.Event()
+
+    def appends():
+        for sequence in (1, 2, 3, 4):  # the third is held back: 11 rows fill half the window
+            yield request(sequence, block(10 * sequence, 10 if sequence > 1 else 1))
+        hold.wait(SECONDS)
+
+    def idle():
+        hold.wait(SECONDS)
+        yield from ()
+
+    blocked, acknowledged = client.stub.Append(appends(), timeout=SECONDS), []
+    acknowledged += [next(blocked), next(blocked)]
+    others = [client.stub.Append(idle(), timeout=SECONDS), client.stub.Sample(idle(), timeout=SECONDS)]
+    wait_until(lambda: stream_count(replay, "Append") == 2, "the append streams are open")
+    wait_until(lambda: stream_count(replay, "Sample") == 1, "the sample stream is open")
+    replay.stop_signal.set()
+    for stream in (blocked, *others):
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stream)
+        assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    hold.set()
+    replay._thread.join(10)  # far below drain_seconds
+    assert not replay._thread.is_alive()
+    assert replay.error is None
+    assert [answer.sequence for answer in acknowledged] == [1, 2]
+
+
+def test_a_client_that_never_reads_cannot_delay_the_stop_beyond_the_drain_time(redis_server, serve):
+    replay, client = serve(make_config(redis_server.url, rpc={"drain_seconds": 1}))
+    spec = RowSpec((Column("x", "uint8", (1000,)),))
+    client.open(spec)
+    client.append(request(1, Block.empty(spec, 500)))
+    stream = client.stub.Sample(iter([client.sample_request(1000, 1000)]), timeout=SECONDS)
+    wait_until(lambda: stream_count(replay, "Sample") == 1, "the stream is open")
+    next(stream)
+    replay.stop_signal.set()
+    replay._thread.join(10)
+    assert not replay._thread.is_alive()
+    with pytest.raises(grpc.RpcError):
+        list(stream)
+
+
+@pytest.mark.parametrize(
+    ("keepalive", "quiet"), [(1.0, 6.0), pytest.param(None, 45.0, marks=pytest.mark.slow)], ids=["short", "shipped"]
+)
+def test_a_stream_that_is_quiet_for_many_pings_is_not_cut(redis_server, serve, keepalive, quiet):
+    rpc = {} if keepalive is None else {"keepalive_seconds": keepalive}
+    _, client = serve(make_config(redis_server.url, limiter={"min_rows": 20, "deadline_seconds": quiet}, rpc=rpc))
+    client.open()
+    with pytest.raises(grpc.RpcError) as caught:
+        list(client.stub.Sample(iter([client.sample_request(10)]), timeout=quiet + SECONDS))
+    # Not UNAVAILABLE, which a connection that was cut for its pings would give: the limiter's own answer came.
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "0 of the 20 rows" in caught.value.details()
+
+
+def test_every_metric_has_a_help_text_and_bounded_labels(opened):
+    replay, client = opened
+    client.sample(16)
+    names = {name.partition("{")[0] for name in replay.metrics()}
+    for part in (
+        "appended_rows_total",
+        "appended_blocks_total",
+        "appended_bytes_total",
+        "sampled_rows_total",
+        "table_rows",
+        "table_capacity_rows",
+        "removed_rows_total",
+        "limiter_wait_seconds_total",
+        "redis_append_seconds_count",
+        "open_streams",
+        "restore_seconds",
+        "activity_seconds_total",
+    ):
+        assert f"paceline_replay_{part}" in names
+    assert replay.metrics()[f'paceline_replay_table_rows{{table="{TABLE}"}}'] == 30
+    assert SPEC.row_bytes * 30 == replay.metrics()[f'paceline_replay_appended_bytes_total{{table="{TABLE}"}}']
+
+
+def test_garbage_in_the_middle_of_a_stream_leaves_what_came_before_acknowledged(opened):
+    _, client = opened
+    good = request(4, block(30, 10)).SerializeToString()
+    stream = client.channel.stream_stream("/paceline.v1.ReplayService/Append")(iter([good, b"\xff"]), timeout=SECONDS)
+    assert pb.AppendResponse.FromString(next(stream)).sequence == 4
+    with pytest.raises(grpc.RpcError) as caught:
+        next(stream)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert client.describe().inserted_row_count == 40
