@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -297,13 +297,16 @@ class Learner:
     """A training process of its own, with its endpoint, that publishes as fast as it can."""
 
     def __init__(self, folder: Path, *overrides: str, size: int = 4096) -> None:
-        address = folder / "address"
-        address.unlink(missing_ok=True)
+        self._address = folder / "address"
+        self._address.unlink(missing_ok=True)
         self.process = subprocess.Popen(
-            [sys.executable, endpoints.__file__, str(folder), str(address), str(size), *overrides]
+            [sys.executable, endpoints.__file__, str(folder), str(self._address), str(size), *overrides]
         )
-        until(lambda: address.exists() or self.process.poll() is not None, 60)
-        self.port, self.endpoint_pid = map(int, address.read_text().split())
+        self.port = self.endpoint_pid = 0
+
+    def wait_until_it_listens(self) -> None:
+        until(lambda: self._address.exists() or self.process.poll() is not None, 60)
+        self.port, self.endpoint_pid = map(int, self._address.read_text().split())
 
     def kill(self, *who: str) -> None:
         if "learner" in who:
@@ -314,8 +317,27 @@ class Learner:
         self.process.wait(20)
 
 
-def test_the_endpoint_ends_within_two_seconds_of_the_training_process(tmp_path: Path) -> None:
-    learner = Learner(tmp_path, size=24 * MEBIBYTE)
+@pytest.fixture
+def start_learner(tmp_path: Path) -> Iterator[Callable[..., Learner]]:
+    """Starts training processes in the test's folder, and ends them whatever becomes of the test."""
+    started: list[Learner] = []
+
+    def start_one(*overrides: str, size: int = 4096) -> Learner:
+        learner = Learner(tmp_path, *overrides, size=size)
+        started.append(learner)
+        learner.wait_until_it_listens()
+        return learner
+
+    yield start_one
+    for learner in started:
+        learner.process.kill()
+        learner.process.wait(20)
+
+
+def test_the_endpoint_ends_within_two_seconds_of_the_training_process(
+    start_learner: Callable[..., Learner],
+) -> None:
+    learner = start_learner(size=24 * MEBIBYTE)
     client = Client(learner.port)
     with ThreadPoolExecutor(1) as pool:
         client.fetch_version(1)
@@ -333,13 +355,15 @@ def test_the_endpoint_ends_within_two_seconds_of_the_training_process(tmp_path: 
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(24, marks=pytest.mark.slow)])
-def test_no_version_comes_twice_and_no_restart_needs_a_hand_whoever_is_killed_when(tmp_path: Path, rounds: int) -> None:
+def test_no_version_comes_twice_and_no_restart_needs_a_hand_whoever_is_killed_when(
+    tmp_path: Path, start_learner: Callable[..., Learner], rounds: int
+) -> None:
     draw = random.Random(rounds)
     incarnation_of: dict[int, int] = {}
     newest, address = (0, 0), "learner.listen=127.0.0.1:0"
     for number in range(rounds):
         # At once and on the same port: it has to wait for the endpoint of the one before.
-        learner = Learner(tmp_path, address)
+        learner = start_learner(address)
         address = f"learner.listen=127.0.0.1:{learner.port}"
         client = Client(learner.port)
         end = time.monotonic() + draw.uniform(0.0, 0.3)

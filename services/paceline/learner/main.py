@@ -169,7 +169,14 @@ class _Training:
                 loop.identity(), settings.final_evaluation_seconds, stop
             ):
                 self._log.warning("last_snapshot_not_evaluated", waited_seconds=settings.final_evaluation_seconds)
-            self._endpoint.record("finish", {"learner_step": loop.progress.learner_step})
+            self._endpoint.record(
+                "finish",
+                {
+                    "learner_step": loop.progress.learner_step,
+                    "environment_steps": loop.progress.environment_steps,
+                    "policy_version": loop.progress.policy_version,
+                },
+            )
 
     def _restore(self, last_version: int) -> bool:
         """Go on from the newest checkpoint; False when the run stopped before its first."""

@@ -158,7 +158,8 @@ class _Story:
             if self._last_time is not None and kind != "start":
                 self.seconds += max(0.0, time - self._last_time)
             self._last_time = time
-        self.environment_steps = _highest(self.environment_steps, _number(line, "environment_steps"))
+        if kind != "episode":  # those count steps that were taken; the others count steps that are stored
+            self.environment_steps = _highest(self.environment_steps, _number(line, "environment_steps"))
         self.learner_step = _highest(self.learner_step, _number(line, "learner_step"))
         match kind:
             case "start":
