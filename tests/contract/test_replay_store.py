@@ -112,7 +112,12 @@ def test_a_store_that_is_away_is_not_hammered(faulty, open_store):
     assert faulty.attempts < 20
 
 
-def test_a_reply_that_comes_too_late_is_never_read_by_another_command(open_store):
+@pytest.mark.parametrize(
+    "first_command",
+    [lambda store: store.command("GET", "first"), lambda store: store.run_script(SAVE, [b"first"], [])],
+    ids=["command", "script"],
+)
+def test_a_reply_that_comes_too_late_is_never_read_by_another_command(open_store, first_command):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         store = open_store(f"redis://127.0.0.1:{listener.getsockname()[1]}/0", deadline_seconds=0.2)
         late = threading.Event()
@@ -135,7 +140,7 @@ def test_a_reply_that_comes_too_late_is_never_read_by_another_command(open_store
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(UnavailableError, match=r"did not answer within 0.2 s"):
-            store.command("GET", "first")
+            first_command(store)
         late.set()
         resume_after_pause(store)
         store._deadline_seconds = 5

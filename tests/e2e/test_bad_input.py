@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import redis
 
 from e2e.harness import PACELINE, ROOT
 from paceline.local.embedded import EmbeddedRedis
@@ -112,8 +113,10 @@ def test_a_redis_that_is_not_there_is_named(tmp_path: Path):
 
 
 def test_a_wrong_password_is_said_and_not_shown(tmp_path: Path):
-    store = EmbeddedRedis.start(tmp_path / "store", settings={"requirepass": "right"})
+    store = EmbeddedRedis.start(tmp_path / "store")
     try:
+        with redis.Redis.from_url(store.url) as client:
+            client.config_set("requirepass", "right")
         url = store.url.replace("unix://", "unix://:wr0ng@")
         result = paceline("train", PRESET, "run.id=locked", f"run.directory={tmp_path}", f"replay.redis_url={url}")
         refused(result, "does not admit us")

@@ -16,7 +16,7 @@ SECONDS = 30
 
 
 def settings(**changes) -> LimiterSettings:
-    values = {"min_rows": 100, "samples_per_insert": 4.0, "window_rows": 1000.0, "deadline_seconds": SECONDS}
+    values = {"min_rows": 100, "samples_per_insert": 4.0, "window_rows": 1000.0, "deadline_seconds": 10 * SECONDS}
     return LimiterSettings(**{**values, **changes})
 
 

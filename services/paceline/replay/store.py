@@ -19,7 +19,6 @@ from redis.exceptions import (
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
-    ResponseError,
     TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -192,13 +191,8 @@ class RedisStore:
         connection = self._pool.get_connection()
         try:
             connection.send_packed_command(parts)  # type: ignore[no-untyped-call]
+            # Closes the connection unless the reply was read whole: nobody else must read the rest of it.
             return connection.read_response()
-        except ResponseError:
-            raise
-        except BaseException:
-            # A reply may still come: nobody else must read it.
-            connection.disconnect()  # type: ignore[no-untyped-call]
-            raise
         finally:
             self._pool.release(connection)
 

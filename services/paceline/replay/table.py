@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from google.protobuf.message import DecodeError
+
 from paceline.config import TableConfig
-from paceline.errors import BlockError, LimiterTimeoutError, ReplacedError, UnavailableError
+from paceline.errors import BlockError, LimiterTimeoutError, PacelineError, ReplacedError, UnavailableError
 from paceline.replay.log import LoggedBlock, LogState, OutOfStepError, Position, RedisLog
 from paceline.replay.metrics import ReplayMetrics
 from paceline.rows import Block, ByteMatrix, RowSpec, find_non_finite
@@ -62,8 +64,6 @@ class Table:
         self._headers: dict[int, bytes] = {}
         """Header of every block in the ring, to write it to Redis again if Redis loses it."""
         self._positions: dict[int, Position] = {}
-        self._unsure = False
-        """Whether Redis may know another last block than `_last_block`."""
         metrics.capacity_rows.labels(name).set(config.capacity_rows)
         metrics.memory_bytes.labels(name).set(self.ring.memory_bytes)
         self._count_rows(0)
@@ -170,18 +170,12 @@ class Table:
             UnavailableError: Redis is away.
         """
         with self._one_at_a_time():
-            if self._unsure:
-                self._bring_together()
             try:
                 self._log.save(last_block=self._last_block, sampled=self.limiter.sampled)
             except OutOfStepError:
                 self._bring_together()
             except ReplacedError as error:
                 raise _moved(error) from error
-
-    def block_count(self) -> int:
-        """Blocks in the table."""
-        return self.ring.block_count
 
     def _check(self, header: rows_pb2.BlockHeader, rows: bytes | memoryview) -> Block:
         block = Block.from_bytes(
@@ -213,43 +207,36 @@ class Table:
         return Appended(0, False, True) if self.complete else None
 
     def _store(self, header: rows_pb2.BlockHeader, block: Block, clock: ActivityClock) -> Appended:
-        for attempt in (1, 2):
-            if self._unsure:
-                self._bring_together()
-                done = self._find_known(header)
-                if done is not None:
-                    return done
-            if self._row_limit is not None and self._inserted + block.row_count > self._row_limit:
-                block = block.first(self._row_limit - self._inserted)
-                header.row_count, header.checksum = block.row_count, block.checksum()
-            try:
-                self._write(header, block, clock)
-                return Appended(block.row_count, False, self.complete)
-            except OutOfStepError:
-                self._unsure = True
-                if attempt == 2:
-                    raise
-            except UnavailableError:
-                self._unsure = True
-                raise
-            except ReplacedError as error:
-                raise (_moved(error) if self._log.replaced else error) from error
-        raise AssertionError("unreachable")
+        try:
+            stored = self._write(header, block, clock)
+        except OutOfStepError:
+            self._bring_together()
+            done = self._find_known(header)
+            if done is not None:
+                return done
+            stored = self._write(header, block, clock)
+        return Appended(stored, False, self.complete)
 
-    def _write(self, header: rows_pb2.BlockHeader, block: Block, clock: ActivityClock) -> None:
+    def _write(self, header: rows_pb2.BlockHeader, block: Block, clock: ActivityClock) -> int:
+        if self._row_limit is not None and self._inserted + block.row_count > self._row_limit:
+            block = block.first(self._row_limit - self._inserted)
+            header.row_count, header.checksum = block.row_count, block.checksum()
         number = self._last_block + 1
         header.stored_at.CopyFrom(timestamp())
         oldest = self.ring.first_block_after(block.row_count)
         logged = LoggedBlock(number, header.SerializeToString(), block.data.data.cast("B"))
         began = time.perf_counter()
-        self._log.append(
-            logged,
-            header,
-            previous=self._last_block,
-            oldest=number if oldest is None else oldest,
-            inserted=self._inserted + block.row_count,
-            sampled=self.limiter.sampled,
-        )
+        try:
+            self._log.append(
+                logged,
+                header,
+                previous=self._last_block,
+                oldest=number if oldest is None else oldest,
+                inserted=self._inserted + block.row_count,
+                sampled=self.limiter.sampled,
+            )
+        except ReplacedError as error:
+            raise (_moved(error) if self._log.replaced else error) from error
         self._metrics.redis_append_seconds.observe(time.perf_counter() - began)
         clock.switch("memory")
         self._note_gap(header)
@@ -259,6 +246,7 @@ class Table:
         self._metrics.appended_rows.labels(self.name).inc(block.row_count)
         self._metrics.appended_blocks.labels(self.name).inc()
         self._metrics.appended_bytes.labels(self.name).inc(block.data.nbytes)
+        return block.row_count
 
     def _add(self, logged: LoggedBlock, header: rows_pb2.BlockHeader, block: Block) -> None:
         before = self.ring.row_count
@@ -270,8 +258,8 @@ class Table:
         )
         self._count_rows(before + block.row_count - self.ring.row_count)
 
-    def _take_in(self, logged: LoggedBlock) -> int:
-        """Put a block of the record into the ring; its rows, or 0 when it is damaged."""
+    def _take_in(self, logged: LoggedBlock) -> None:
+        """Put a block of the record into the ring, or leave it out when it is damaged."""
         try:
             header = rows_pb2.BlockHeader.FromString(logged.header)
             block = Block.from_bytes(
@@ -282,11 +270,10 @@ class Table:
                 checksum=header.checksum,
             )
             self._add(logged, header, block)
-        except Exception as error:  # whatever a damaged entry can raise: it is left out, and the rest is kept
+            self._last_block = logged.number
+        except (PacelineError, DecodeError) as error:
             self._metrics.damaged_blocks.labels(self.name).inc()
             get_logger().error("block_damaged", table=self.name, block=logged.number, error=str(error))
-            return 0
-        return block.row_count
 
     def _bring_together(self) -> None:
         """Make the record and memory agree again.
@@ -297,17 +284,18 @@ class Table:
         try:
             state = self._log.read_state()
             if state is not None and state.last_block > self._last_block:
-                for logged in self._log.read_blocks(self._last_block):
-                    self._take_in(logged)
-                self._last_block, self._inserted = state.last_block, state.inserted
+                # The counters first: a failure in the midst is then mended by the next try, from the block it got to.
+                self._inserted = state.inserted
                 self._positions.update(state.positions)
                 self.limiter.restore(inserted=state.inserted, sampled=self.limiter.sampled)
+                for logged in self._log.read_blocks(self._last_block):
+                    self._take_in(logged)
+                self._last_block = state.last_block
                 get_logger().info("record_caught_up", table=self.name, last_block=state.last_block)
             elif state is None or state.last_block < self._last_block:
                 self._write_again(state)
         except ReplacedError as error:
             raise _moved(error) from error
-        self._unsure = False
 
     def _write_again(self, state: LogState | None) -> None:
         known = 0 if state is None else state.last_block
