@@ -52,13 +52,18 @@ class Window:
 
     updates_per_second: float
     updates_per_cpu_second: float
+    cpu_share: float
     polls_per_second: float
     snapshots_per_second: float
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Rates beside so many collectors: medians over rounds, and ratios to none with their quartiles."""
+    """Rates beside so many collectors: medians over rounds, and ratios to none with their quartiles.
+
+    `cpu_share` is how much of its core the training had. Where it differs between the settings, others used the
+    machine, and `cpu_ratio`, by updates per second on the processor, says more than `ratio`.
+    """
 
     collectors: int
     rounds: int
@@ -68,6 +73,7 @@ class Figures:
     ratio: float
     ratio_quartiles: tuple[float, float]
     cpu_ratio: float
+    cpu_share: float
     target: float | None
 
 
@@ -225,7 +231,11 @@ def measure(training: Training, pollers: Pollers, counts: list[int], rounds: int
             polls, snapshots = pollers.run(count)
             windows[count].append(
                 Window(
-                    updates / wall, updates / cpu, (polls - polls_before) / wall, (snapshots - snapshots_before) / wall
+                    updates / wall,
+                    updates / cpu,
+                    cpu / wall,
+                    (polls - polls_before) / wall,
+                    (snapshots - snapshots_before) / wall,
                 )
             )
     pollers.run(0)
@@ -247,6 +257,7 @@ def _figures(count: int, windows: list[Window], alone: list[Window]) -> Figures:
         cpu_ratio=round(
             statistics.median(mine.updates_per_cpu_second / other.updates_per_cpu_second for mine, other in pairs), 3
         ),
+        cpu_share=round(statistics.median(window.cpu_share for window in windows), 2),
         target=TARGETS.get(count),
     )
 

@@ -291,6 +291,20 @@ def test_batches_that_the_limiter_granted_are_not_held_back_for_those_it_did_not
     assert sum(message.row_count for message in stream) == 40
 
 
+def test_the_rest_of_a_batch_is_not_held_back_for_the_next_one(redis_server, serve):
+    config = make_config(
+        redis_server.url,
+        limiter={"window_rows": 3000},
+        learner={"updates": "strict", "batch_size": 1500, "updates_per_step": 0.001},
+    )
+    spec = RowSpec((Column("x", "uint8", (1000,)),))  # 1048 rows a message
+    _, client = serve(config)
+    client.open(spec)
+    client.append(request(1, Block.empty(spec, 1)))
+    stream = client.stub.Sample(iter([client.sample_request(1500, 2)]), timeout=SECONDS)
+    assert [next(stream).row_count, next(stream).row_count] == [1048, 452]
+
+
 def stream_count(replay, rpc: str) -> float:
     return replay.metrics().get(f'paceline_replay_open_streams{{rpc="{rpc}"}}', 0.0)
 
@@ -342,7 +356,7 @@ def test_a_stop_ends_idle_and_waiting_streams_at_once(redis_server, serve):
         redis_server.url,
         limiter={"min_rows": 1, "window_rows": 200},
         learner={"updates": "strict", "batch_size": 10},
-        rpc={"drain_seconds": 25},
+        rpc={"drain_seconds": 300},
     )
     replay, client = serve(config)
     client.open()

@@ -33,9 +33,11 @@ def counters(step: int) -> Counters:
     return Counters(
         learner_step=step,
         environment_steps=step + 100,
-        sampled_rows=step * 256,
         policy_version=step // 10,
         incarnation=1,
+        step_offset=0,
+        ratio_from_steps=100,
+        ratio_from_updates=0,
     )
 
 

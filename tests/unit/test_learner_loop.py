@@ -57,7 +57,13 @@ class CountingAlgorithm:
 class Run:
     """A loop with everything that it hands on."""
 
-    def __init__(self, source: ScriptedSource, budget: Budget, algorithm: CountingAlgorithm | None = None) -> None:
+    def __init__(
+        self,
+        source: ScriptedSource,
+        steps: int,
+        start: Progress | None = None,
+        algorithm: CountingAlgorithm | None = None,
+    ) -> None:
         self.published: list[Progress] = []
         self.checkpoints: list[Progress] = []
         self.records: list[Mapping[str, Any]] = []
@@ -65,11 +71,17 @@ class Run:
         self.metrics = LearnerMetrics(self.registry)
         self.algorithm = algorithm or CountingAlgorithm()
         self.loop = Loop(
-            settings.build({"learner": {"publish_every_updates": 5, "checkpoint": {"every_updates": 20}}}),
+            settings.build(
+                {
+                    "run": {"environment_steps": steps},
+                    "replay": {"tables": {"transitions": {"limiter": {"min_rows": 1}}}},
+                    "learner": {"publish_every_updates": 5, "checkpoint": {"every_updates": 20}},
+                }
+            ),
             algorithm=self.algorithm,
             source=source,
             spec=SPEC,
-            budget=budget,
+            start=start or Progress(),
             incarnation=1,
             metrics=self.metrics,
             publish=self.published.append,
@@ -79,12 +91,8 @@ class Run:
         )
 
 
-def budget(limit: int, *, start: Progress | None = None, learning_starts: int = 0, ratio: float | None = 1.0) -> Budget:
-    return Budget(limit, ratio, start or Progress(), learning_starts)
-
-
 def test_a_run_ends_when_its_steps_are_stored_and_every_update_they_ask_for_is_done():
-    run = Run(ScriptedSource(inserted=100), budget(110, learning_starts=100))
+    run = Run(ScriptedSource(inserted=100), steps=110, start=Progress().beside(0, min_rows=100))
     # The source stores a row for each batch, up to 110 and beyond: ten steps ask for ten updates.
     assert run.loop.run(StopSignal())
     assert run.algorithm.update_count == 11
@@ -92,44 +100,48 @@ def test_a_run_ends_when_its_steps_are_stored_and_every_update_they_ask_for_is_d
 
 
 def test_a_fractional_ratio_rounds_down():
-    assert budget(1000, learning_starts=100, ratio=0.25).updates_due(103) == 0
-    assert budget(1000, learning_starts=100, ratio=0.25).updates_due(104) == 1
+    begun = Progress().beside(0, min_rows=100)
+    assert Budget(1000, 0.25).updates_due(begun, 103) == 0
+    assert Budget(1000, 0.25).updates_due(begun, 104) == 1
 
 
 def test_a_run_resumed_with_an_empty_replay_owes_nothing_for_the_steps_before():
-    stopped = Progress(learner_step=4000, environment_steps=5000, policy_version=400)
-    start = stopped.beside(inserted_row_count=0)
-    resumed = Budget(6000, 0.8, start, learning_starts=5000)
-    assert resumed.updates_due(5500) == 400
+    start = Progress(learner_step=4000, environment_steps=5000).beside(0, min_rows=500)
     assert start.step_offset == 5000
+    assert Budget(6000, 0.8).updates_due(start, 5500) == 4000
+    assert Budget(6000, 0.8).updates_due(start, 6000) == 4400
 
 
-def test_a_run_resumed_beside_its_full_replay_goes_on_with_replays_own_count():
-    assert Progress(environment_steps=5000).beside(inserted_row_count=5200).step_offset == 0
+def test_a_run_resumed_beside_its_full_replay_still_owes_what_it_owed():
+    stopped = Progress(learner_step=3990, environment_steps=5000, ratio_from_steps=100)
+    start = stopped.beside(5200, min_rows=100)
+    assert start == stopped
+    assert Budget(6000, 1.0).updates_due(start, 6000) == 5900
 
 
 def test_steps_lost_with_a_store_stay_counted_over_two_resumes():
-    once = Progress(environment_steps=5000).beside(inserted_row_count=0)
-    twice = replace(once, environment_steps=6000).beside(inserted_row_count=1000)
+    once = Progress(learner_step=4000, environment_steps=5000).beside(0, min_rows=500)
+    twice = replace(once, learner_step=4400, environment_steps=6000).beside(1000, min_rows=500)
     assert twice.step_offset == 5000
+    assert Budget(7000, 0.8).updates_due(twice, 7000) == 5200
 
 
 def test_the_reported_step_goes_on_from_the_checkpoint_after_the_store_was_lost():
-    start = Progress(learner_step=4000, environment_steps=5000).beside(0)
-    run = Run(ScriptedSource(inserted=500), budget(5510, start=start, learning_starts=5500))
+    start = Progress(learner_step=4000, environment_steps=5000).beside(0, min_rows=500)
+    run = Run(ScriptedSource(inserted=500), steps=5510, start=start)
     assert run.loop.run(StopSignal())
     assert run.loop.progress.environment_steps == 5510
 
 
 def test_snapshots_come_after_every_fifth_update_and_at_the_end():
-    run = Run(ScriptedSource(inserted=0), budget(12, start=Progress(policy_version=1)))
+    run = Run(ScriptedSource(inserted=0), steps=12, start=Progress(policy_version=1))
     run.loop.run(StopSignal())
     assert [progress.learner_step for progress in run.published] == [5, 10, 13]
     assert [progress.policy_version for progress in run.published] == [2, 3, 4]
 
 
 def test_versions_go_on_above_the_last_durable_one():
-    run = Run(ScriptedSource(inserted=0), budget(6, start=Progress(policy_version=41)))
+    run = Run(ScriptedSource(inserted=0), steps=6, start=Progress(policy_version=41))
     run.loop.run(StopSignal())
     assert run.published[0].policy_version == 42
 
@@ -137,7 +149,7 @@ def test_versions_go_on_above_the_last_durable_one():
 def test_nothing_that_is_not_finite_is_published_or_saved():
     algorithm = CountingAlgorithm()
     algorithm.finite = False
-    run = Run(ScriptedSource(inserted=0), budget(12), algorithm)
+    run = Run(ScriptedSource(inserted=0), steps=12, algorithm=algorithm)
     with pytest.raises(NonFiniteError, match=r"actor\.weight"):
         run.loop.run(StopSignal())
     assert run.published == []
@@ -145,7 +157,7 @@ def test_nothing_that_is_not_finite_is_published_or_saved():
 
 
 def test_a_stop_while_no_rows_come_ends_the_loop_with_a_checkpoint_at_the_last_update():
-    run = Run(ScriptedSource(inserted=-1), budget(12))
+    run = Run(ScriptedSource(inserted=-1), steps=12)
     stop = StopSignal()
     stop.set()
     assert not run.loop.run(stop)
@@ -153,7 +165,7 @@ def test_a_stop_while_no_rows_come_ends_the_loop_with_a_checkpoint_at_the_last_u
 
 
 def test_training_lag_counts_every_row_by_the_version_behind():
-    run = Run(ScriptedSource(inserted=0, version=1), budget(7, start=Progress(policy_version=1)))
+    run = Run(ScriptedSource(inserted=0, version=1), steps=7, start=Progress(policy_version=1))
     run.loop.run(StopSignal())
     # Versions 1 while updates 1-5 ran, then 2 for 6-8: 5 batches of 4 rows at lag 0, 3 batches at lag 1.
     assert run.metrics.training_lag_versions.counts() == {"0": 20, "1": 12}
@@ -167,7 +179,7 @@ def test_lag_is_absent_before_the_first_row():
 
 
 def test_time_spent_sums_to_the_time_that_passed():
-    run = Run(ScriptedSource(inserted=0), budget(50))
+    run = Run(ScriptedSource(inserted=0), steps=50)
     run.loop.run(StopSignal())
     seconds = [
         sample.value

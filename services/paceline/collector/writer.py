@@ -279,8 +279,6 @@ class BlockWriter:
 
     def _note_outage(self, error: PacelineError) -> None:
         reason = "limiter" if isinstance(error, LimiterTimeoutError) else "away"
-        if isinstance(error, DeadlineError) and not self._unacknowledged:
-            return  # a stream that grew old with nothing to send
         self._metrics.append_failures.labels(reason).inc()
         if not self._outage:
             self._outage = True

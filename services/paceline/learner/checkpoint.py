@@ -38,11 +38,14 @@ class Counters:
 
     learner_step: int
     environment_steps: int
-    sampled_rows: int
     policy_version: int
     incarnation: int
-    step_offset: int = 0
+    step_offset: int
     """Environment steps whose rows the replay service no longer counts, because its store was lost."""
+    ratio_from_steps: int
+    """Environment steps from which on updates are owed."""
+    ratio_from_updates: int
+    """Updates done by then."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -36,44 +36,54 @@ class Progress:
     policy_version: int = 0
     step_offset: int = 0
     """Environment steps whose rows the replay service no longer counts, because its store was lost."""
+    ratio_from_steps: int = 0
+    """Environment steps from which on updates are owed: where the table had the rows that the first batch needs."""
+    ratio_from_updates: int = 0
+    """Updates done by then."""
 
-    def beside(self, inserted_row_count: int) -> Progress:
-        """This progress beside a table that counts so many rows ever inserted."""
+    def beside(self, inserted_row_count: int, min_rows: int) -> Progress:
+        """This progress beside a table that counts so many rows ever inserted.
+
+        If rows were lost with the store, nothing is owed for the steps so far: paying it with the first few rows of an
+        empty table would overfit them.
+        """
         missing = self.environment_steps - inserted_row_count
-        return replace(self, step_offset=max(self.step_offset, missing, 0))
+        if missing <= self.step_offset:
+            return self if self.learner_step else replace(self, ratio_from_steps=self.step_offset + min_rows)
+        return replace(
+            self,
+            step_offset=missing,
+            ratio_from_steps=max(self.environment_steps, missing + min_rows),
+            ratio_from_updates=self.learner_step,
+        )
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many updates the environment steps of a run ask for.
-
-    Counts from `start`, where this process took over: with an empty replay nothing is owed for the steps before.
-    """
+    """How many updates the environment steps of a run ask for."""
 
     environment_steps: int
     """The run ends there."""
     updates_per_step: float | None
     """None: the ratio runs free."""
-    start: Progress
-    learning_starts: int
-    """Environment steps at which the table had, or will have, the rows that the first batch needs."""
 
     def is_spent(self, progress: Progress) -> bool:
         """Whether the run is at its end: all environment steps are stored and, if held to a ratio, learned from."""
         if progress.environment_steps < self.environment_steps:
             return False
-        if self.updates_per_step is None:
-            return True
-        return progress.learner_step >= self.start.learner_step + self.updates_due(self.environment_steps)
+        return progress.learner_step >= self.updates_due(progress, self.environment_steps)
 
-    def updates_due(self, environment_steps: int) -> int:
-        """Updates since the start that so many environment steps ask for. 0 where the ratio runs free."""
-        return math.floor(max(environment_steps - self.learning_starts, 0) * (self.updates_per_step or 0.0))
+    def updates_due(self, progress: Progress, environment_steps: int) -> int:
+        """Updates of the whole run that so many environment steps ask for; 0 where the ratio runs free."""
+        if self.updates_per_step is None:
+            return 0
+        steps = max(environment_steps - progress.ratio_from_steps, 0)
+        return progress.ratio_from_updates + math.floor(steps * self.updates_per_step)
 
     def ratio(self, progress: Progress) -> float | None:
-        """Updates per environment step since learning started; None before."""
-        steps = progress.environment_steps - self.learning_starts
-        return (progress.learner_step - self.start.learner_step) / steps if steps > 0 else None
+        """Updates per environment step since they were owed; None before."""
+        steps = progress.environment_steps - progress.ratio_from_steps
+        return (progress.learner_step - progress.ratio_from_updates) / steps if steps > 0 else None
 
 
 class Loop:
@@ -86,7 +96,7 @@ class Loop:
         algorithm: Algorithm,
         source: BatchSource,
         spec: RowSpec,
-        budget: Budget,
+        start: Progress,
         incarnation: int,
         metrics: LearnerMetrics,
         publish: Callable[[Progress], None],
@@ -94,9 +104,16 @@ class Loop:
         record: Callable[[Mapping[str, Any]], None],
         check_endpoint: Callable[[], None],
     ) -> None:
-        """`publish`, `checkpoint` and `record` hand their argument on; `check_endpoint` raises when it is gone."""
+        """Go on from `start`.
+
+        `publish`, `checkpoint` and `record` hand their argument on; `check_endpoint` raises when it is gone.
+        """
         self._settings = config.learner
-        self._algorithm, self._source, self._spec, self._budget = algorithm, source, spec, budget
+        self._algorithm, self._source, self._spec = algorithm, source, spec
+        self._budget = Budget(
+            config.run.environment_steps,
+            self._settings.updates_per_step if self._settings.updates == "strict" else None,
+        )
         self._metrics = metrics
         self._publish_snapshot, self._write_checkpoint, self._record = publish, checkpoint, record
         self._check_endpoint = check_endpoint
@@ -104,9 +121,9 @@ class Loop:
         self._clock = ActivityClock(metrics.activity_seconds, ACTIVITIES, "starting")
         self._log = get_logger()
         self._last_record = time.monotonic()
-        self._last_recorded = budget.start
+        self._last_recorded = start
         self._replay_rows = 0
-        self.progress = budget.start
+        self.progress = start
 
     def run(self, stop: StopSignal) -> bool:
         """Train; whether the run reached its end. Ends with a checkpoint, and at the run's end with a snapshot.

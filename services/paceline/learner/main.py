@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import grpc
@@ -20,7 +20,7 @@ from paceline.learner.algorithms import Algorithm, build_algorithm
 from paceline.learner.checkpoint import Checkpoints, Counters
 from paceline.learner.endpoint import Endpoint
 from paceline.learner.ledger import Ledger
-from paceline.learner.loop import Budget, Loop, Progress
+from paceline.learner.loop import Loop, Progress
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.sources import SampleSource
 from paceline.process import StopSignal
@@ -90,15 +90,14 @@ class _Training:
         self._endpoint: Endpoint
 
     def run(self, stop: StopSignal) -> None:
-        """Train, with the endpoint beside."""
-        self._endpoint = Endpoint.start(
+        """Train, with the endpoint beside, which tells everybody if this ends by an exception."""
+        with Endpoint.start(
             self._config,
             incarnation=self._incarnation,
             row_spec=self._spec,
             actor_semantics_json=self._semantics.to_json(),
             resumed_environment_steps=self._start.environment_steps,
-        )
-        try:
+        ) as self._endpoint:
             self._endpoint.record(
                 "start",
                 {
@@ -123,12 +122,10 @@ class _Training:
                     self._log.info("stopped_before_training")
                     return
                 self._learn(channel, inserted_rows, stop)
-        finally:
-            self._endpoint.close()
 
     def _learn(self, channel: grpc.Channel, inserted_rows: int, stop: StopSignal) -> None:
         settings, table = self._config.learner, self._config.replay.tables[self._config.learner.table]
-        start = self._start.beside(inserted_rows)
+        start = self._start.beside(inserted_rows, table.limiter.min_rows)
         source = SampleSource(
             channel,
             run_id=self._config.run_id,
@@ -145,12 +142,7 @@ class _Training:
             algorithm=self._algorithm,
             source=source,
             spec=self._spec,
-            budget=Budget(
-                environment_steps=self._config.run.environment_steps,
-                updates_per_step=settings.updates_per_step if settings.updates == "strict" else None,
-                start=start,
-                learning_starts=max(start.environment_steps, start.step_offset + table.limiter.min_rows),
-            ),
+            start=start,
             incarnation=self._incarnation,
             metrics=self._metrics,
             publish=self._publish,
@@ -189,13 +181,9 @@ class _Training:
                 )
             return False
         self._algorithm.load_state_dict(checkpoint.tensors)
-        counters = checkpoint.counters
-        self._start = Progress(
-            learner_step=counters.learner_step,
-            environment_steps=counters.environment_steps,
-            policy_version=max(counters.policy_version, last_version),
-            step_offset=counters.step_offset,
-        )
+        saved = asdict(checkpoint.counters)
+        del saved["incarnation"]
+        self._start = replace(Progress(**saved), policy_version=max(saved["policy_version"], last_version))
         self._log.info("resumed", checkpoint=str(checkpoint.path), **vars(self._start))
         return True
 
@@ -254,14 +242,7 @@ class _Training:
     def _checkpoint(self, progress: Progress) -> None:
         path = self._checkpoints.save(
             self._algorithm.state_dict(),
-            Counters(
-                learner_step=progress.learner_step,
-                environment_steps=progress.environment_steps,
-                sampled_rows=progress.learner_step * self._config.learner.batch_size,
-                policy_version=progress.policy_version,
-                incarnation=self._incarnation,
-                step_offset=progress.step_offset,
-            ),
+            Counters(incarnation=self._incarnation, **asdict(progress)),
         )
         self._log.info("checkpoint_written", path=str(path), learner_step=progress.learner_step)
 
