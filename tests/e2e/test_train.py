@@ -22,21 +22,23 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def test_a_short_run_on_pendulum_improves_and_leaves_its_report(train: Callable[..., Training]):
-    training = train("run.environment_steps=3000", "evaluator.every_versions=25", "learner.batch_size=128")
+    rates = [f"learner.algorithm.{part}_learning_rate=1e-3" for part in ("actor", "critic", "temperature")]
+    training = train("run.environment_steps=4500", "evaluator.every_versions=25", "learner.batch_size=128", *rates)
     assert training.wait(240) == 0, training.text()
     returns = [record["mean_return"] for record in training.records("evaluation")]
-    assert returns[0] < -900
-    assert max(returns) > -500
-    last = training.records("training")[-1]
-    assert training.records("evaluation")[-1]["environment_steps"] == 3000
-    assert abs(last["achieved_ratio"] - 1) < 0.05
+    # Four seeds tried: -900 and less at first, -95 and more at best.
+    assert returns[0] < -700
+    assert max(returns) > -400
+    finish = training.records("finish")[-1]
+    assert (finish["environment_steps"], finish["learner_step"]) == (4500, 4400)
+    assert training.records("evaluation")[-1]["environment_steps"] == 4500
     report = (training.folder / "report.html").read_text()
     assert "Pendulum-v1" in report
     assert {"replay", "learner", "collector-0", "evaluator"} <= set(
         json.loads((training.folder / "process_time.json").read_text())
     )
     assert (training.folder / "tensorboard").is_dir()
-    assert yaml.safe_load((training.folder / "config.yaml").read_text())["run"]["environment_steps"] == 3000
+    assert yaml.safe_load((training.folder / "config.yaml").read_text())["run"]["environment_steps"] == 4500
 
 
 def test_a_run_survives_the_death_of_each_service_and_loses_nothing(train: Callable[..., Training], tmp_path):

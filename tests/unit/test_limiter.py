@@ -108,7 +108,7 @@ def test_a_side_that_waits_goes_on_as_soon_as_the_other_has_moved(side):
             limiter.grant_samples(100, 1, ended)
         done.set()
 
-    thread = threading.Thread(target=wait)
+    thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     assert started.wait(SECONDS)
     assert not done.is_set()
@@ -158,7 +158,7 @@ def test_a_wait_ends_when_its_caller_is_gone():
         except UnavailableError as error:
             caught.append(str(error))
 
-    thread = threading.Thread(target=wait)
+    thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     assert started.wait(SECONDS)
     gone.set()
