@@ -230,6 +230,27 @@ def test_damaged_blocks_are_named_counted_and_left_out(redis_server, redis_clien
     assert (described.row_count, described.inserted_row_count) == (40, 60)
 
 
+def test_a_damaged_newest_block_is_still_known_and_does_not_stop_later_ones(redis_server, redis_client, serve):
+    config = make_config(redis_server.url)
+    replay, client = serve(config)
+    client.open()
+    client.append_rows(3)
+    replay.stop()
+    entries = redis_client.xrange(BLOCKS)
+    redis_client.delete(BLOCKS)
+    for identifier, fields in entries[:2]:
+        redis_client.xadd(BLOCKS, fields, id=identifier)
+    redis_client.xadd(BLOCKS, {"header": b"\xff", "rows": b""}, id="3-0")
+
+    _, client = serve(config, resume=True)
+    assert client.describe().row_count == 20
+    assert client.append(request(3, block(20, 10)))[0].duplicate
+    redis_client.flushall()
+    client.append_rows(2, first=3)
+    assert list(values_in_redis(redis_client.xrange(BLOCKS))) == [*range(20), *range(30, 50)]
+    wait_until(lambda: client.health() == "SERVING", "the record is kept")
+
+
 def test_the_last_block_is_cut_at_the_runs_limit_of_rows(redis_server, redis_client, serve):
     config = make_config(redis_server.url, run={"id": RUN, "environment_steps": 100})
     replay, client = serve(config)

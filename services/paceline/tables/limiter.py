@@ -124,10 +124,11 @@ class Limiter:
                 self._changed.notify_all()
             return granted
 
-    def restore(self, *, inserted: int, sampled: int) -> None:
-        """Set the counters to what the record says; the settings stay as they are configured."""
+    def restore(self, *, inserted: int, sampled: int | None = None) -> None:
+        """Set the counters to what the record says (None: leave it); the settings stay as they are configured."""
         with self._changed:
-            self._inserted, self._sampled = inserted, sampled
+            self._inserted = inserted
+            self._sampled = self._sampled if sampled is None else sampled
             self._changed.notify_all()
 
     def complete(self) -> None:
