@@ -248,6 +248,11 @@ def test_an_error_within_a_stream_arrives_as_the_class_that_was_raised_after_wha
     assert caught.value.__cause__.code() == code_of(cls(""))
 
 
+def test_a_message_too_long_for_a_trailer_arrives_shortened_and_with_its_class(kind, running):
+    with pytest.raises(errors.RowSpecError, match="^x{2000}$"), raising("peer"):
+        kind.unary(running, "RowSpecError:" + "x" * 20_000)
+
+
 def test_a_fault_of_the_service_itself_is_internal_and_names_the_exception(kind, running):
     for call in (kind.unary, lambda channel, run_id: list(kind.stream(channel, run_id))):
         with pytest.raises(PacelineError, match=r"INTERNAL.*ZeroDivisionError: by nought") as caught, raising("peer"):

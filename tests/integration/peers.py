@@ -129,6 +129,11 @@ class Learner(parameters_pb2_grpc.ParameterServiceServicer, run_pb2_grpc.RunServ
                 self.ignores_have or (identity.incarnation, identity.version) > have
             ) and identity.version >= request.at_least_version
 
+        def wake() -> None:
+            with self.changed:
+                self.changed.notify_all()
+
+        context.add_callback(wake)  # a caller that goes away ends its wait
         with self.changed:
             state = self.run_state
             self.changed.wait_for(

@@ -26,6 +26,9 @@ SHORT_CALL_THREADS = 16
 
 _OURS = "/paceline."
 
+_MAX_DETAILS_LENGTH = 2_000
+"""Of a status message: a peer refuses trailers above 8 KiB, and would see no reason at all."""
+
 
 class Register(Protocol):
     """Adds servicers to a server: `add_ReplayServiceServicer_to_server`, bound to its servicer, or the like."""
@@ -259,17 +262,17 @@ class _AioStatusInterceptor(grpc.aio.ServerInterceptor):
 def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> None:
     if isinstance(error, PacelineError):
         context.set_trailing_metadata(metadata_of(error))
-        context.abort(code_of(error), str(error))
+        context.abort(code_of(error), str(error)[:_MAX_DETAILS_LENGTH])
     if not context.is_active():
         return  # the caller went away; nobody is left to tell
     get_logger().error("call_failed", method=method, exc_info=error)
-    context.abort(grpc.StatusCode.INTERNAL, f"{method}: {type(error).__name__}: {error}")
+    context.abort(grpc.StatusCode.INTERNAL, f"{method}: {type(error).__name__}: {error}"[:_MAX_DETAILS_LENGTH])
 
 
 async def _abort_aio(context: grpc.aio.ServicerContext, error: Exception, method: str) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, PacelineError):
-        await context.abort(code_of(error), str(error), metadata_of(error))
+        await context.abort(code_of(error), str(error)[:_MAX_DETAILS_LENGTH], metadata_of(error))
     get_logger().error("call_failed", method=method, exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"{method}: {type(error).__name__}: {error}")
+    await context.abort(grpc.StatusCode.INTERNAL, f"{method}: {type(error).__name__}: {error}"[:_MAX_DETAILS_LENGTH])
