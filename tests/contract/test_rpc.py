@@ -249,7 +249,7 @@ def test_an_error_within_a_stream_arrives_as_the_class_that_was_raised_after_wha
 
 
 def test_a_message_too_long_for_a_trailer_arrives_shortened_and_with_its_class(kind, running):
-    with pytest.raises(errors.RowSpecError, match="^x{2000}$"), raising("peer"):
+    with pytest.raises(errors.RowSpecError, match=r"^x{2000}$"), raising("peer"):
         kind.unary(running, "RowSpecError:" + "x" * 20_000)
 
 
