@@ -277,6 +277,11 @@ class Config(Model):
             raise ValueError(
                 f"learner.table is {learner.table!r}: expected a table of replay.tables, which has {', '.join(tables)}"
             )
+        if learner.chunk_bytes > self.rpc.max_message_bytes // 2:
+            raise ValueError(
+                f"learner.chunk_bytes is {learner.chunk_bytes}: expected at most half of rpc.max_message_bytes, "
+                f"{self.rpc.max_message_bytes // 2}, or no message could carry a chunk"
+            )
         table = tables[learner.table]
         if self.collector.count > self.collector.max_count:
             raise ValueError(

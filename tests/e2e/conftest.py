@@ -15,7 +15,7 @@ from e2e.harness import SMALL, Training
 
 @pytest.fixture
 def train(tmp_path: Path) -> Iterator[Callable[..., Training]]:
-    """Start `paceline train` on the Pendulum preset, small; `run_id` names its folder."""
+    """Start `paceline train` on the Pendulum preset, small; `run_id` names its folder, modules lie beside it."""
     started: list[Training] = []
 
     def start(

@@ -30,13 +30,14 @@ SMALL = (
 class Training:
     """One `paceline train`."""
 
-    def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
+    def __init__(self, folder: Path, arguments: Sequence[str], module_folder: Path | None = None) -> None:
         self.folder = folder
         self.output = folder.parent / f"{folder.name}.out"
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
                 [*PACELINE, "train", *arguments],
                 cwd=ROOT,
+                env={**os.environ, **({"PYTHONPATH": str(module_folder)} if module_folder else {})},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

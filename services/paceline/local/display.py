@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -23,6 +22,9 @@ LINE_SECONDS = 5.0
 class Display(Protocol):
     """Where the launcher shows what it does."""
 
+    interval_seconds: float
+    """How often `show` is worth calling: looking costs every process a little."""
+
     def say(self, text: str) -> None:
         """One line that stays."""
 
@@ -42,24 +44,22 @@ def open_display(config: Config, *, plain: bool) -> Iterator[Display]:
 
 
 class _Lines:
-    """A line every few seconds."""
+    """A line for each look."""
 
-    def __init__(self) -> None:
-        self._last = 0.0
+    interval_seconds = LINE_SECONDS
 
     def say(self, text: str) -> None:
         print(text, flush=True)
 
     def show(self, status: RunStatus) -> None:
-        if time.monotonic() - self._last < LINE_SECONDS and status.share_done < 1:
-            return
-        self._last = time.monotonic()
         rows = "  ".join(f"{name} {value}" for name, value in _figures(status))
         print(f"{_clock(status.seconds)}  {status.share_done:4.0%}  {rows}", flush=True)
 
 
 class _LiveTable:
     """A table that stays in place, with the lines above it."""
+
+    interval_seconds = 1.0
 
     def __init__(self, live: Live, title: str) -> None:
         self._live, self._title = live, title

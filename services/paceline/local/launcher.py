@@ -69,12 +69,14 @@ def run(config: Config, *, resume: bool, plain: bool, stop: StopSignal, environm
             services.start()
             if services.wait_until_healthy(stop):
                 display.say("every service is up: training")
-            reader = StatusReader(config, services.pages)
+            reader, next_look = StatusReader(config, services.pages), 0.0
             while not stop.is_set() and not services.look_after():
                 if redis is not None and redis.process.poll() is not None:
                     redis.restart()
                     display.say("the embedded Redis server had ended and runs again, on the same data")
-                display.show(reader.read())
+                if time.monotonic() >= next_look:
+                    next_look = time.monotonic() + display.interval_seconds
+                    display.show(reader.read())
                 stop.wait(LOOK_SECONDS)
             display.show(reader.read())
             display.say("stopping" if stop.is_set() else "the run is complete")
