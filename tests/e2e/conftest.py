@@ -18,11 +18,9 @@ def train(tmp_path: Path) -> Iterator[Callable[..., Training]]:
     """Start `paceline train` on the Pendulum preset, small; `run_id` names its folder, modules lie beside it."""
     started: list[Training] = []
 
-    def start(
-        *arguments: str, run_id: str = "trial", config: str = "configs/pendulum-sac.yaml", small: bool = True
-    ) -> Training:
-        settings = [f"run.id={run_id}", f"run.directory={tmp_path}", *(SMALL if small else ()), *arguments]
-        training = Training(tmp_path / run_id, [config, *settings])
+    def start(*arguments: str, run_id: str = "trial") -> Training:
+        settings = [f"run.id={run_id}", f"run.directory={tmp_path}", *SMALL, *arguments]
+        training = Training(tmp_path / run_id, ["configs/pendulum-sac.yaml", *settings], module_folder=tmp_path)
         started.append(training)
         return training
 

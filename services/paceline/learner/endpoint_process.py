@@ -171,7 +171,7 @@ class EndpointProcess:
                 case "fail":
                     await self._server.set_serving(False)
                     self._publication.end(message.fields["reason"])
-                    get_logger().error("learner_failed", reason=message.fields["reason"])
+                    get_logger().info("learner_failed")  # which says why itself, once
                 case "close":
                     return True
         return False
