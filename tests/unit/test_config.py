@@ -207,3 +207,18 @@ def test_every_preset_loads(path):
 
 def test_the_presets_that_the_documents_name_are_there():
     assert {"pendulum-sac", "halfcheetah-sac"} <= {path.stem for path in PRESETS}
+
+
+def test_a_run_is_named_without_losing_the_password_of_its_store():
+    settings = config.build({"replay": {"redis_url": "redis://:secret@host:6379/0"}})
+    named = config.with_run_id(settings, "first")
+    assert named.run_id == "first"
+    assert named.replay.redis_url is not None
+    assert named.replay.redis_url.get_secret_value() == "redis://:secret@host:6379/0"
+    with pytest.raises(ConfigError, match=r"run\.id"):
+        config.with_run_id(settings, "not an id")
+
+
+def test_a_chunk_that_no_message_could_carry_is_refused():
+    with pytest.raises(ConfigError, match=r"chunk_bytes is 1048576: expected at most half of rpc\.max_message_bytes"):
+        config.build({"rpc": {"max_message_bytes": 1 << 20}})

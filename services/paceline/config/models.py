@@ -1,21 +1,12 @@
-"""The settings of a run: one YAML file, one tree of frozen models, checked when it is built.
-
-Sources in rising order: the file, `PACELINE_*` variables (`PACELINE_REPLAY__REDIS_URL`), `key=value` arguments
-(`replay.redis_url=...`). The caller hands in the variables: this module reads no environment. Both kinds of override
-go through the one path of `_set_path`, which is why pydantic-settings is not used.
-"""
+"""The tree of settings: frozen models, checked when they are built, alone and against each other."""
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -26,15 +17,12 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SecretStr,
-    ValidationError,
     field_serializer,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 
 from paceline.errors import ConfigError
 
-ENVIRONMENT_PREFIX = "PACELINE_"
 _ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9_.:\-\[\]]+):(?P<port>\d{1,5})")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}")
 
@@ -54,7 +42,6 @@ def _check_run_id(value: str) -> str:
 
 Address = Annotated[str, AfterValidator(_check_address)]
 RunId = Annotated[str, AfterValidator(_check_run_id)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Model(BaseModel):
@@ -344,144 +331,8 @@ class Config(Model):
         return self.learner.batch_size + math.ceil(self.collector.block_rows * samples_per_insert)
 
 
-def load(
-    path: Path | None = None,
-    overrides: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-) -> Config:
-    """Build the configuration from a YAML file, `PACELINE_*` variables and `key=value` overrides.
-
-    Raises:
-        ConfigError: names each wrong key, its value, what was expected and the nearest known key.
-    """
-    tree = _read_yaml(path) if path else {}
-    for name, value in sorted((environment or {}).items()):
-        if name.startswith(ENVIRONMENT_PREFIX):
-            key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-            _set_path(tree, key, _parse_value(value, name), source=name)
-    for override in overrides:
-        key, separator, value = override.partition("=")
-        if not separator or not key:
-            raise ConfigError(f"argument {override!r}: expected key=value, such as run.seed=1")
-        _set_path(tree, key, _parse_value(value, key), source=override)
-    return build(tree, source=str(path) if path else "the settings")
-
-
-def build(tree: Mapping[str, Any], *, source: str = "the settings") -> Config:
-    """Check a tree of plain values and make a Config of it. Raises ConfigError."""
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        lines = [_explain(problem) for problem in error.errors()]
-        raise ConfigError("\n".join([f"{len(lines)} wrong setting(s) in {source}:", *lines])) from None
-
-
-def with_run_id(config: Config, run_id: str) -> Config:
-    """The same configuration for a run of that id. Raises ConfigError when the id is malformed."""
-    return build({**config.model_dump(), "run": {**config.run.model_dump(), "id": run_id}})
-
-
-def dump(config: Config) -> str:
-    """The configuration as YAML, every default written out, passwords hidden."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def describe() -> str:
-    """Every setting as Markdown, one table per section: key, default, meaning. README holds it, and a test compares."""
-    lines: list[str] = []
-    for section, top in Config.model_fields.items():
-        assert isinstance(top.annotation, type)
-        lines += [
-            "",
-            f"**{section}**: {top.annotation.__doc__}",
-            "",
-            "| key | default | meaning |",
-            "| --- | --- | --- |",
-        ]
-        for key, field, is_section in _settings_of(top.annotation, f"{section}.", "NAME"):
-            if not is_section:
-                default = json.dumps(field.default, default=str)
-                lines.append(f"| `{key}` | `{default}` | {' '.join((field.description or '').split())} |")
-    return "\n".join(lines).strip() + "\n"
-
-
 def redact_url(text: str) -> str:
     """The text with the password of each URL in it replaced by ***: `user:password@`, or `?password=`."""
     # Up to the last @: a password may hold one.
     without = re.sub(r"(://[^:/@\s]*):\S*@", r"\1:***@", text)
     return re.sub(r"([?&]password=)[^&\s'\"]*", r"\1***", without)
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; presets lie in configs/") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: holds a {type(tree).__name__}: expected sections such as run:, env:, learner:")
-    return tree
-
-
-def _parse_value(text: str, key: str) -> Any:
-    try:
-        return yaml.safe_load(text) if text else ""
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{key}: the value {text!r} is not valid YAML: {error}") from error
-
-
-def _set_path(tree: dict[str, Any], key: str, value: Any, *, source: str) -> None:
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        # A section that the file leaves empty reads as None.
-        if tree.get(parent) is None:
-            tree[parent] = {}
-        tree = tree[parent]
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{source}: {parent!r} is a value, not a section")
-    tree[leaf] = value
-
-
-def _explain(problem: Mapping[str, Any]) -> str:
-    location = [str(part) for part in problem["loc"]]
-    key = ".".join(location) or "(whole file)"
-    # A URL may stand under a misspelt key, too.
-    shown = "***" if location[-1:] == ["redis_url"] else redact_url(repr(problem["input"]))
-    if problem["type"] == "extra_forbidden":
-        nearest = difflib.get_close_matches(key, list(_known_keys(location)), n=1, cutoff=0.5)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        return f"  {key}: unknown key (value {shown}){hint}"
-    if problem["type"] == "value_error" and not location:
-        return f"  {problem['ctx']['error']!s}"
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"  {key}: {shown}: {message[0].lower()}{message[1:]}"
-
-
-def _known_keys(location: Iterable[str]) -> Iterator[str]:
-    """Every dotted key of the tree; the names of tables are taken from the key that was asked for."""
-    names = list(location)
-    table = names[2] if names[:2] == ["replay", "tables"] and len(names) > 2 else "transitions"
-    yield from _keys_of(Config, "", table)
-
-
-def _keys_of(model: type[BaseModel], prefix: str, table: str) -> Iterator[str]:
-    for key, _, _ in _settings_of(model, prefix, table):
-        yield key
-
-
-def _settings_of(model: type[BaseModel], prefix: str, table: str) -> Iterator[tuple[str, FieldInfo, bool]]:
-    """Every dotted key below a model, with its field, and whether it is a section."""
-    for name, field in model.model_fields.items():
-        key, annotation = f"{prefix}{name}", field.annotation
-        section = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-        is_table = TableConfig in get_args(annotation)
-        yield key, field, section is not None or is_table
-        if section is not None:
-            yield from _settings_of(section, f"{key}.", table)
-        elif is_table:
-            yield from _settings_of(TableConfig, f"{key}.{table}.", table)
