@@ -48,11 +48,7 @@ class Training:
         return self.output.read_text()
 
     def records(self, kind: str) -> list[dict[str, Any]]:
-        path = self.folder / "metrics.jsonl"
-        if not path.exists():
-            return []
-        lines = path.read_text().splitlines()
-        return [record for record in map(_record, lines) if record.get("kind") == kind]
+        return records_of(self.folder, kind)
 
     def environment_steps(self) -> int:
         records = self.records("training")
@@ -95,6 +91,13 @@ class Training:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds} s:\n{self.text()}") from None
+
+
+def records_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The records of that kind in the metrics.jsonl of a run."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [record for record in map(_record, lines) if record.get("kind") == kind]
 
 
 def _record(line: str) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def test_a_discrete_action_space_is_refused_for_sac(tmp_path: Path):
 
 def test_a_window_that_would_hold_both_sides_back_is_refused_with_the_smallest_valid_one():
     result = paceline("config", "--check", PRESET, "replay.tables.transitions.limiter.window_rows=128")
-    refused(result, "128", "1280")
+    refused(result, "128", "768")
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path):
