@@ -19,8 +19,11 @@ from paceline.rows import ByteMatrix, RowSpec
 from paceline.rpc.bulk import SAMPLE_RESPONSE, Bulk
 from paceline.rpc.client import Backoff
 from paceline.rpc.status import RETRYABLE, raising
+from paceline.rpc.wire import row_spec_to_wire
 from paceline.telemetry import get_logger
-from paceline.v1 import replay_pb2
+from paceline.v1 import replay_pb2, replay_pb2_grpc
+
+_FLOWING = "replay has sent nothing since the last batch"
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class SampleSource:
 
     At most `prefetch` batches are ordered or waiting, so a batch is at most so many updates old when it is used.
     When the stream is cut, what was ordered but not received is ordered again; a draw that got lost harms nothing.
+    The table is declared before each stream: replay may have come back without it.
     """
 
     def __init__(
@@ -68,6 +72,8 @@ class SampleSource:
             request_serializer=replay_pb2.SampleRequest.SerializeToString,
             response_deserializer=SAMPLE_RESPONSE.deserialize,
         )
+        self._stub = replay_pb2_grpc.ReplayServiceStub(channel)
+        self._declaration = replay_pb2.OpenTableRequest(run_id=run_id, table=table, row_spec=row_spec_to_wire(spec))
         self._order = replay_pb2.SampleRequest(run_id=run_id, table=table, batch_size=batch_size)
         self._spec, self._batch_size, self._prefetch = spec, batch_size, prefetch
         self._seeds = np.random.SeedSequence(seed)
@@ -125,12 +131,13 @@ class SampleSource:
         while not self._closed.is_set():
             try:
                 with raising("replay"):
+                    self._stub.OpenTable(self._declaration, timeout=self._rpc.deadline_seconds)
                     self._fetch(backoff)
-            except DeadlineError:
-                continue  # the stream lived for `stream_seconds`; the next one goes on
             except RETRYABLE as error:
                 if self._closed.is_set():
                     return
+                if isinstance(error, DeadlineError) and self._reason == _FLOWING:
+                    continue  # the stream lived for `stream_seconds`; the next one goes on
                 if str(error) != self._reason:
                     self._log.warning("sampling_interrupted", reason=str(error))
                 self._reason = str(error)
@@ -138,6 +145,13 @@ class SampleSource:
                 self._closed.wait(backoff.next_seconds())
             except PacelineError as error:
                 self._ready.put(error)
+                return
+            except Exception as error:
+                if self._closed.is_set():
+                    return  # the channel was closed under a call
+                # The one boundary of this thread: its end must end the process, not starve it unnoticed.
+                self._log.error("sample_source_failed", exc_info=error)
+                self._ready.put(PacelineError(f"the source of samples failed: {type(error).__name__}: {error}"))
                 return
 
     def _fetch(self, backoff: Backoff) -> None:
@@ -157,6 +171,7 @@ class SampleSource:
         try:
             for response in self._call:
                 backoff.reset()
+                self._reason = _FLOWING
                 rows = self._rows_of(response)
                 while len(rows):
                     taken = rows[: self._batch_size - filled]
