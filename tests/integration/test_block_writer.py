@@ -50,7 +50,7 @@ class Writing:
         self.writer.start()
 
     def submit(self, *numbers):
-        assert self.writer.submit(block_of(*numbers), NEVER)
+        assert self.writer.submit(block_of(*numbers), NEVER.is_set)
 
     def value(self, thing, **labels):
         return self.registry.get_sample_value(f"paceline_collector_{thing}", labels)
@@ -137,7 +137,7 @@ def test_a_stop_ends_the_wait_for_room(start):
         writing.submit(number)
     stop = StopSignal()
     stop.set()
-    assert not writing.writer.submit(block_of(WINDOW), stop)
+    assert not writing.writer.submit(block_of(WINDOW), stop.is_set)
 
 
 def test_closing_appends_what_is_sealed_and_the_rest_after_it(start):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
+import traceback
 
 import numpy as np
 import pytest
@@ -101,6 +103,16 @@ def collecting():
         each.close()
 
 
+def is_within(thread, function):
+    """Whether the thread has been in that function for a while: it waits there."""
+    for _ in range(10):
+        frames = traceback.extract_stack(sys._current_frames()[thread.ident])
+        if function not in [frame.name for frame in frames]:
+            return False
+        threading.Event().wait(0.02)
+    return True
+
+
 def require_unbroken_chains(rows):
     for episode in np.unique(rows["episode"]):
         chain = rows[rows["episode"] == episode]
@@ -127,7 +139,7 @@ def test_every_row_is_stamped_with_the_policy_that_acted_and_its_own_log_density
         reached = run.replay.row_count
         run.replay.wait_for(lambda replay, reached=reached: replay.row_count > reached + 64)
         run.learner.publish(version)
-    run.replay.wait_for(lambda replay: (replay.columns()["policy_version"] == 4).any())
+    run.replay.wait_for(lambda replay: (replay.columns()["policy_version"] == 4).sum() > 64)
     rows = run.end()
     assert (np.diff(rows["policy_version"]) >= 0).all()
     assert (rows["policy_incarnation"] == 1).all()
@@ -216,6 +228,15 @@ def test_the_collector_ends_by_itself_when_the_run_is_over(collecting, says):
     run.replay.wait_for(lambda replay: replay.row_count >= 100)
     if says == "the learner":
         run.learner.finish()
+    run.join()
+
+
+def test_the_collector_ends_with_the_run_while_replay_holds_its_rows_back(collecting):
+    run = collecting().start()
+    run.replay.wait_for(lambda replay: replay.row_count >= 100)
+    run.replay.open.clear()
+    wait_until(lambda: is_within(run.thread, "submit"))
+    run.learner.finish()
     run.join()
 
 

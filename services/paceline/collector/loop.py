@@ -97,11 +97,12 @@ class CollectingLoop:
         return self._writer.complete or self._poller.finished or self._reporter.finished
 
     def close(self, seconds: float) -> None:
-        """Append what is left, for at most `seconds`, and end the environments."""
+        """Append what is left, for at most `seconds` and only if the run wants it, and end the environments."""
         self._clock.switch("finishing")
         self._count()
         last = self._filler.take()
-        self._writer.close([*self._rest, *([] if last is None else [last])], seconds)
+        rest = [*self._rest, *([] if last is None else [last])]
+        self._writer.close(rest, 0.0 if self.finished() else seconds)
         self._environments.close()
 
     def _apply(self) -> None:
@@ -146,7 +147,8 @@ class CollectingLoop:
             self._count()
             self._rest += sealed
             with self._clock.during("append_wait"):
-                while self._rest and self._writer.submit(self._rest[0], stop):
+                # The run may end while replay holds this block back, for rows that nobody wants any more.
+                while self._rest and self._writer.submit(self._rest[0], lambda: stop.is_set() or self.finished()):
                     del self._rest[0]
 
     def _count(self) -> None:

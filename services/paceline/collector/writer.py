@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -24,7 +24,7 @@ from paceline.v1 import replay_pb2, replay_pb2_grpc, rows_pb2
 
 _PEER = "the replay service"
 _STOP_CHECK_SECONDS = 0.2
-"""How late a wait may notice the stop signal, which wakes nobody."""
+"""How late a wait may notice a stop signal or the end of the run, which wake nobody."""
 _JOIN_SECONDS = 1.0
 _STREAM_REUSE = 0.9
 """Share of a stream's deadline after which the writer ends it itself and opens the next."""
@@ -108,8 +108,8 @@ class BlockWriter:
         """Begin to send."""
         self._thread.start()
 
-    def submit(self, block: Block, stop: StopSignal) -> bool:
-        """Take a sealed block, whose rows must not change any more; whether there was room before the stop.
+    def submit(self, block: Block, ended: Callable[[], bool]) -> bool:
+        """Take a sealed block, whose rows must not change any more; whether there was room before `ended` was true.
 
         Waits while the window is full, as long as replay is slow or away; its log line says why.
 
@@ -118,7 +118,7 @@ class BlockWriter:
         """
         with self._changed:
             while self._failure is None and len(self._unacknowledged) >= self._window and not self.complete:
-                if stop.is_set():
+                if ended():
                     return False
                 self._changed.wait(_STOP_CHECK_SECONDS)
             if self._failure is not None:
