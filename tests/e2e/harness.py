@@ -73,6 +73,11 @@ class Training:
         assert len(found) == 1, f"{words} are {found}"
         return found[0]
 
+    def child_of(self, program: str) -> int | None:
+        """The process id of a child whose program's name holds this word."""
+        found = [pid for pid, line in _children(self.process.pid) if program in line[0]]
+        return found[0] if found else None
+
     def kill(self, *words: str) -> None:
         """Kill a service at once, and wait until the launcher has started it again."""
         pid = self.child(*words)

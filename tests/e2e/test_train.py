@@ -20,6 +20,9 @@ from paceline.v1 import rows_pb2
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
+BATCHES_AHEAD = 3
+"""Half of the limiter's window in these runs: so far the learner may be ahead when the last rows come late."""
+
 
 def test_a_short_run_on_pendulum_improves_and_leaves_its_report(train: Callable[..., Training]):
     rates = [f"learner.algorithm.{part}_learning_rate=1e-3" for part in ("actor", "critic", "temperature")]
@@ -30,7 +33,8 @@ def test_a_short_run_on_pendulum_improves_and_leaves_its_report(train: Callable[
     assert returns[0] < -700
     assert max(returns) > -400
     finish = training.records("finish")[-1]
-    assert (finish["environment_steps"], finish["learner_step"]) == (4500, 4400)
+    assert finish["environment_steps"] == 4500
+    assert 0 <= finish["learner_step"] - 4400 <= BATCHES_AHEAD
     assert training.records("evaluation")[-1]["environment_steps"] == 4500
     report = (training.folder / "report.html").read_text()
     assert "Pendulum-v1" in report
@@ -64,6 +68,19 @@ def test_a_run_survives_the_death_of_each_service_and_loses_nothing(train: Calla
         _check_log(store, "hard", row_count=4000)
     finally:
         store.stop()
+
+
+def test_a_killed_embedded_store_runs_again_and_the_run_goes_on(train: Callable[..., Training]):
+    training = train("run.environment_steps=2000")
+    training.wait_for_steps(500)
+    server = training.child_of("valkey")
+    os.kill(server, signal.SIGKILL)
+    training.wait_for(lambda: training.child_of("valkey") not in (None, server), "another server")
+    assert training.wait(120) == 0, training.text()
+    assert "runs again" in training.text()
+    finish = training.records("finish")[-1]
+    assert finish["environment_steps"] == 2000
+    assert 0 <= finish["learner_step"] - 1900 <= BATCHES_AHEAD
 
 
 def _check_log(store: EmbeddedRedis, run_id: str, row_count: int) -> None:
@@ -119,7 +136,8 @@ def test_ctrl_c_stops_within_15_seconds_and_resume_goes_on_where_it_stopped(trai
     assert after[0]["policy_version"] > stopped["counters"]["policy_version"]
     assert second.records("evaluation")[-1]["environment_steps"] == 2500
     finish = second.records("finish")[-1]
-    assert (finish["environment_steps"], finish["learner_step"]) == (2500, 2400)
+    assert finish["environment_steps"] == 2500
+    assert 0 <= finish["learner_step"] - 2400 <= BATCHES_AHEAD
 
 
 def test_a_service_that_fails_ends_the_run_with_its_last_lines(train: Callable[..., Training]):
