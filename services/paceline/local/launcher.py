@@ -78,7 +78,6 @@ def run(config: Config, *, resume: bool, plain: bool, stop: StopSignal, environm
                     next_look = time.monotonic() + display.interval_seconds
                     display.show(reader.read())
                 stop.wait(LOOK_SECONDS)
-            display.show(reader.read())
             display.say("stopping" if stop.is_set() else "the run is complete")
         finally:
             # A failed run leaves its figures too.
