@@ -105,6 +105,13 @@ def test_rates_shares_and_time_left_follow_from_two_looks():
 
 
 @pytest.mark.usefixtures("seconds")
+def test_the_figures_of_a_process_that_has_ended_stay():
+    steps = [("paceline_learner_environment_steps", {}, 1000.0)]
+    reader = StatusReader(CONFIG, Pages({"learner": steps}, {"learner": []}))
+    assert [reader.read().environment_steps for _ in range(2)] == [1000, 1000]
+
+
+@pytest.mark.usefixtures("seconds")
 def test_the_side_that_the_limiter_held_back_most_is_named():
     def look(insert: float, sample: float) -> dict[str, list[tuple[str, dict[str, str], float]]]:
         name = "paceline_replay_limiter_wait_seconds_total"

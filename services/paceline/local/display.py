@@ -77,7 +77,7 @@ class _LiveTable:
         bar = Table.grid(padding=(0, 1))
         bar.add_row(
             ProgressBar(total=1.0, completed=status.share_done, width=40),
-            Text(f"{status.share_done:4.0%}  {_clock(status.seconds)} so far, {_clock(left) if left else '?'} left"),
+            Text(f"{status.share_done:4.0%}  {_clock(status.seconds)} so far, {_clock(left) if left is not None else '?'} left"),
         )
         self._live.update(Group(table, bar))
 

@@ -60,12 +60,15 @@ class StatusReader:
     def __init__(self, config: Config, read_pages: Callable[[], Mapping[str, Page]]) -> None:
         self._config, self._read_pages = config, read_pages
         self._started = time.monotonic()
+        self._pages: dict[str, Page] = {}
         self._limiter: tuple[float, dict[str, float]] | None = None
         self._history: deque[tuple[float, float | None, float | None]] = deque()
 
     def read(self) -> RunStatus:
         """The status now."""
-        pages, now = self._read_pages(), time.monotonic()
+        # What was known of a process that is away for a moment, or has just ended, is still the run's figure.
+        self._pages.update({name: page for name, page in self._read_pages().items() if page.samples})
+        pages, now = self._pages, time.monotonic()
         learner, endpoint, replay = (pages.get(name, Page()) for name in ("learner", "endpoint", "replay"))
         collectors = [page for name, page in pages.items() if name.startswith("collector")]
         steps = learner.value("paceline_learner_environment_steps")
