@@ -73,11 +73,11 @@ class _LiveTable:
         table.add_column()
         for name, value in _figures(status):
             table.add_row(name, value)
-        left = status.seconds_left
+        remaining = "?" if status.seconds_left is None else _clock(status.seconds_left)
         bar = Table.grid(padding=(0, 1))
         bar.add_row(
             ProgressBar(total=1.0, completed=status.share_done, width=40),
-            Text(f"{status.share_done:4.0%}  {_clock(status.seconds)} so far, {_clock(left) if left is not None else '?'} left"),
+            Text(f"{status.share_done:4.0%}  {_clock(status.seconds)} so far, {remaining} left"),
         )
         self._live.update(Group(table, bar))
 
