@@ -53,32 +53,102 @@ class AppendResponse(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., stored_row_count: _Optional[int] = ..., duplicate: _Optional[bool] = ..., complete: _Optional[bool] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
-    __slots__ = ("run_id", "table", "batch_size", "batch_count", "seed")
+    __slots__ = ("run_id", "table", "batch_size", "batch_count", "seed", "row_details", "policy_version")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     BATCH_COUNT_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    ROW_DETAILS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     table: str
     batch_size: int
     batch_count: int
     seed: int
-    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., batch_size: _Optional[int] = ..., batch_count: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+    row_details: bool
+    policy_version: int
+    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., batch_size: _Optional[int] = ..., batch_count: _Optional[int] = ..., seed: _Optional[int] = ..., row_details: _Optional[bool] = ..., policy_version: _Optional[int] = ...) -> None: ...
 
 class SampleResponse(_message.Message):
-    __slots__ = ("row_count", "table_row_count", "inserted_row_count", "row_spec_digest", "rows")
+    __slots__ = ("row_count", "table_row_count", "inserted_row_count", "row_spec_digest", "keys", "probabilities", "times_sampled", "stored_at", "rows")
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     TABLE_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     INSERTED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     ROW_SPEC_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    TIMES_SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    STORED_AT_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     row_count: int
     table_row_count: int
     inserted_row_count: int
     row_spec_digest: bytes
+    keys: _containers.RepeatedScalarFieldContainer[int]
+    probabilities: _containers.RepeatedScalarFieldContainer[float]
+    times_sampled: _containers.RepeatedScalarFieldContainer[int]
+    stored_at: _containers.RepeatedScalarFieldContainer[float]
     rows: bytes
-    def __init__(self, row_count: _Optional[int] = ..., table_row_count: _Optional[int] = ..., inserted_row_count: _Optional[int] = ..., row_spec_digest: _Optional[bytes] = ..., rows: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, row_count: _Optional[int] = ..., table_row_count: _Optional[int] = ..., inserted_row_count: _Optional[int] = ..., row_spec_digest: _Optional[bytes] = ..., keys: _Optional[_Iterable[int]] = ..., probabilities: _Optional[_Iterable[float]] = ..., times_sampled: _Optional[_Iterable[int]] = ..., stored_at: _Optional[_Iterable[float]] = ..., rows: _Optional[bytes] = ...) -> None: ...
+
+class UpdatePrioritiesRequest(_message.Message):
+    __slots__ = ("run_id", "table", "keys", "priorities")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITIES_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    table: str
+    keys: _containers.RepeatedScalarFieldContainer[int]
+    priorities: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., keys: _Optional[_Iterable[int]] = ..., priorities: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class UpdatePrioritiesResponse(_message.Message):
+    __slots__ = ("updated_row_count", "unknown_row_count")
+    UPDATED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    updated_row_count: int
+    unknown_row_count: int
+    def __init__(self, updated_row_count: _Optional[int] = ..., unknown_row_count: _Optional[int] = ...) -> None: ...
+
+class FollowRequest(_message.Message):
+    __slots__ = ("run_id", "table", "from_row", "sampled_row_count", "consumed_row", "wanted_before")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    FROM_ROW_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CONSUMED_ROW_FIELD_NUMBER: _ClassVar[int]
+    WANTED_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    table: str
+    from_row: int
+    sampled_row_count: int
+    consumed_row: int
+    wanted_before: int
+    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., from_row: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., consumed_row: _Optional[int] = ..., wanted_before: _Optional[int] = ...) -> None: ...
+
+class FollowResponse(_message.Message):
+    __slots__ = ("first_row", "row_count", "table_first_row", "inserted_row_count", "sampled_row_count", "complete", "row_spec_digest", "stored_at", "rows")
+    FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
+    INSERTED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    ROW_SPEC_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    STORED_AT_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    first_row: int
+    row_count: int
+    table_first_row: int
+    inserted_row_count: int
+    sampled_row_count: int
+    complete: bool
+    row_spec_digest: bytes
+    stored_at: _containers.RepeatedScalarFieldContainer[float]
+    rows: bytes
+    def __init__(self, first_row: _Optional[int] = ..., row_count: _Optional[int] = ..., table_first_row: _Optional[int] = ..., inserted_row_count: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., complete: _Optional[bool] = ..., row_spec_digest: _Optional[bytes] = ..., stored_at: _Optional[_Iterable[float]] = ..., rows: _Optional[bytes] = ...) -> None: ...
 
 class DescribeTablesRequest(_message.Message):
     __slots__ = ("run_id",)
@@ -93,7 +163,7 @@ class DescribeTablesResponse(_message.Message):
     def __init__(self, tables: _Optional[_Iterable[_Union[TableDescription, _Mapping]]] = ...) -> None: ...
 
 class TableDescription(_message.Message):
-    __slots__ = ("name", "row_spec", "capacity_row_count", "row_count", "block_count", "inserted_row_count", "sampled_row_count", "memory_bytes", "limiter", "collectors")
+    __slots__ = ("name", "row_spec", "capacity_row_count", "row_count", "block_count", "inserted_row_count", "sampled_row_count", "memory_bytes", "limiter", "collectors", "kind", "sampler", "remover", "max_times_sampled", "first_row", "consumed_row", "dropped_row_count", "log_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROW_SPEC_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +174,14 @@ class TableDescription(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     LIMITER_FIELD_NUMBER: _ClassVar[int]
     COLLECTORS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SAMPLER_FIELD_NUMBER: _ClassVar[int]
+    REMOVER_FIELD_NUMBER: _ClassVar[int]
+    MAX_TIMES_SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
+    CONSUMED_ROW_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LOG_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     row_spec: _rows_pb2.RowSpec
     capacity_row_count: int
@@ -114,7 +192,15 @@ class TableDescription(_message.Message):
     memory_bytes: int
     limiter: LimiterDescription
     collectors: _containers.RepeatedCompositeFieldContainer[CollectorPosition]
-    def __init__(self, name: _Optional[str] = ..., row_spec: _Optional[_Union[_rows_pb2.RowSpec, _Mapping]] = ..., capacity_row_count: _Optional[int] = ..., row_count: _Optional[int] = ..., block_count: _Optional[int] = ..., inserted_row_count: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., limiter: _Optional[_Union[LimiterDescription, _Mapping]] = ..., collectors: _Optional[_Iterable[_Union[CollectorPosition, _Mapping]]] = ...) -> None: ...
+    kind: str
+    sampler: str
+    remover: str
+    max_times_sampled: int
+    first_row: int
+    consumed_row: int
+    dropped_row_count: int
+    log_bytes: int
+    def __init__(self, name: _Optional[str] = ..., row_spec: _Optional[_Union[_rows_pb2.RowSpec, _Mapping]] = ..., capacity_row_count: _Optional[int] = ..., row_count: _Optional[int] = ..., block_count: _Optional[int] = ..., inserted_row_count: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., limiter: _Optional[_Union[LimiterDescription, _Mapping]] = ..., collectors: _Optional[_Iterable[_Union[CollectorPosition, _Mapping]]] = ..., kind: _Optional[str] = ..., sampler: _Optional[str] = ..., remover: _Optional[str] = ..., max_times_sampled: _Optional[int] = ..., first_row: _Optional[int] = ..., consumed_row: _Optional[int] = ..., dropped_row_count: _Optional[int] = ..., log_bytes: _Optional[int] = ...) -> None: ...
 
 class LimiterDescription(_message.Message):
     __slots__ = ("min_row_count", "samples_per_insert", "window_row_count", "deadline")

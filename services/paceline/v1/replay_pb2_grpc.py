@@ -50,6 +50,16 @@ class ReplayServiceStub:
                 request_serializer=paceline_dot_v1_dot_replay__pb2.SampleRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_replay__pb2.SampleResponse.FromString,
                 _registered_method=True)
+        self.UpdatePriorities = channel.unary_unary(
+                '/paceline.v1.ReplayService/UpdatePriorities',
+                request_serializer=paceline_dot_v1_dot_replay__pb2.UpdatePrioritiesRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_replay__pb2.UpdatePrioritiesResponse.FromString,
+                _registered_method=True)
+        self.Follow = channel.stream_stream(
+                '/paceline.v1.ReplayService/Follow',
+                request_serializer=paceline_dot_v1_dot_replay__pb2.FollowRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_replay__pb2.FollowResponse.FromString,
+                _registered_method=True)
         self.DescribeTables = channel.unary_unary(
                 '/paceline.v1.ReplayService/DescribeTables',
                 request_serializer=paceline_dot_v1_dot_replay__pb2.DescribeTablesRequest.SerializeToString,
@@ -102,6 +112,33 @@ class ReplayServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdatePriorities(self, request, context):
+        """Sets priorities of rows by their keys. Rows that have left are passed over. Safe to repeat.
+
+        INVALID_ARGUMENT: keys and priorities differ in number, a priority is negative or not finite, or the run is
+        another. NOT_FOUND: no such table, or it is not open yet. FAILED_PRECONDITION: the table's rows have no
+        priorities. UNAVAILABLE: storage is still loading, retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Follow(self, request_iterator, context):
+        """Gives each row of a table once, in the order of their keys, from a key on: first those that are there, then each
+        as it is stored. Requests after the first report what the follower has sampled from its own copy, which counts for
+        the table's limiter, or, of a queue, what it has consumed, which then leaves the table. A follower that was cut
+        goes on from the key that it wants next. Rows that leave before they were sent are passed over; the next answer's
+        first_row says so. Safe to repeat from the same key.
+
+        INVALID_ARGUMENT: the run is another, or a count is out of range. NOT_FOUND: no such table, or it is not open yet.
+        FAILED_PRECONDITION: a newer follower of this queue, or one that reports samples of this table, took over.
+        RESOURCE_EXHAUSTED: too many streams are open; retry after a delay. UNAVAILABLE: storage is away or still loading,
+        retry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DescribeTables(self, request, context):
         """What is in each table. Has no side effect and is safe to repeat.
 
@@ -128,6 +165,16 @@ def add_ReplayServiceServicer_to_server(servicer, server):
                     servicer.Sample,
                     request_deserializer=paceline_dot_v1_dot_replay__pb2.SampleRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_replay__pb2.SampleResponse.SerializeToString,
+            ),
+            'UpdatePriorities': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdatePriorities,
+                    request_deserializer=paceline_dot_v1_dot_replay__pb2.UpdatePrioritiesRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_replay__pb2.UpdatePrioritiesResponse.SerializeToString,
+            ),
+            'Follow': grpc.stream_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=paceline_dot_v1_dot_replay__pb2.FollowRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_replay__pb2.FollowResponse.SerializeToString,
             ),
             'DescribeTables': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeTables,
@@ -217,6 +264,60 @@ class ReplayService:
             '/paceline.v1.ReplayService/Sample',
             paceline_dot_v1_dot_replay__pb2.SampleRequest.SerializeToString,
             paceline_dot_v1_dot_replay__pb2.SampleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdatePriorities(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.ReplayService/UpdatePriorities',
+            paceline_dot_v1_dot_replay__pb2.UpdatePrioritiesRequest.SerializeToString,
+            paceline_dot_v1_dot_replay__pb2.UpdatePrioritiesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Follow(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/paceline.v1.ReplayService/Follow',
+            paceline_dot_v1_dot_replay__pb2.FollowRequest.SerializeToString,
+            paceline_dot_v1_dot_replay__pb2.FollowResponse.FromString,
             options,
             channel_credentials,
             insecure,
