@@ -222,3 +222,66 @@ def test_a_run_is_named_without_losing_the_password_of_its_store():
 def test_a_chunk_that_no_message_could_carry_is_refused():
     with pytest.raises(ConfigError, match=r"chunk_bytes is 1048576: expected at most half of rpc\.max_message_bytes"):
         config.build({"rpc": {"max_message_bytes": 1 << 20}})
+
+
+def settings_of(*overrides: str) -> Config:
+    return load(None, overrides)
+
+
+def test_each_shard_has_its_address():
+    cluster = settings_of("replay.shards=3", "replay.address=replay-{shard}.replay:50051", "collector.count=3")
+    assert cluster.replay.shard_addresses() == [f"replay-{shard}.replay:50051" for shard in range(3)]
+    listed = settings_of("replay.shards=2", "replay.address=127.0.0.1:1,127.0.0.1:2", "collector.count=2")
+    assert listed.replay.shard_addresses() == ["127.0.0.1:1", "127.0.0.1:2"]
+
+
+def test_one_address_for_two_shards_is_refused_where_it_is_used():
+    with pytest.raises(ConfigError, match=r"names 1 address.*replay.shards is 2"):
+        settings_of("replay.shards=2", "collector.count=2").replay.shard_addresses()
+    with pytest.raises(ConfigError, match=r"names 2 address.*replay.shards is 3"):
+        settings_of("replay.shards=3", "replay.address=127.0.0.1:1,127.0.0.1:2", "collector.count=3")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["replay.shards=2"], "collector.count is 1: expected at least replay.shards, 2"),
+        (["replay.tables.transitions.sampler=fifo"], "max_times_sampled is not set: expected 1 or more"),
+        (["replay.tables.transitions.sampler=lifo"], "max_times_sampled is not set: expected 1 or more"),
+        (["replay.tables.transitions.remover=lowest_priority"], "expected sampler 'prioritised'"),
+        (["replay.tables.transitions.queue=true", "learner.updates=strict"], "expected 'learner_bound'"),
+        (["replay.tables.transitions.queue=true", "replay.tables.transitions.sampler=recent"], "never sampled"),
+        (["replay.tables.transitions.kind=unrolls"], "expected 'transitions', what sac learns from"),
+        (["replay.tables.transitions.sampler=prioritised", "replay.read=follow"], "expected 'sample' or 'auto'"),
+        (
+            ["replay.tables.transitions.queue=true", "learner.updates=learner_bound", "replay.read=sample"],
+            "expected 'follow' or 'auto'",
+        ),
+    ],
+)
+def test_settings_of_replay_that_contradict_each_other_are_refused(settings, said):
+    with pytest.raises(ConfigError) as refused:
+        settings_of(*settings)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "follows"),
+    [
+        ([], True),
+        (["replay.read=sample"], False),
+        (["replay.tables.transitions.sampler=prioritised"], False),
+        (["replay.tables.transitions.sampler=recent"], False),
+        (["replay.tables.transitions.max_times_sampled=3"], False),
+        (["replay.tables.transitions.queue=true", "learner.updates=learner_bound"], True),
+    ],
+)
+def test_the_learner_follows_uniform_tables_and_queues(settings, follows):
+    assert settings_of(*settings).follows is follows
+
+
+def test_the_smaller_of_rows_and_bytes_bounds_a_table():
+    table = settings_of("replay.tables.transitions={capacity_rows: 100, capacity_bytes: 1000}").replay.tables[
+        "transitions"
+    ]
+    assert [table.rows_that_fit(size) for size in (8, 40, 1000, 1001)] == [100, 25, 1, 0]

@@ -24,6 +24,8 @@ from pydantic import (
 from paceline.errors import ConfigError
 
 _ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9_.:\-\[\]]+):(?P<port>\d{1,5})")
+SHARD = "{shard}"
+"""In an address or a Redis URL, stands for the number of the replay shard."""
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}")
 
 
@@ -34,6 +36,12 @@ def _check_address(value: str) -> str:
     return value
 
 
+def _check_shard_addresses(value: str) -> str:
+    for address in value.split(","):
+        _check_address(address.replace(SHARD, "0"))
+    return value
+
+
 def _check_run_id(value: str) -> str:
     if not _RUN_ID.fullmatch(value):
         raise ValueError("expected 1 to 64 letters, digits, '-', '_' or '.', beginning with a letter or digit")
@@ -41,6 +49,7 @@ def _check_run_id(value: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(_check_address)]
+ShardAddresses = Annotated[str, AfterValidator(_check_shard_addresses)]
 RunId = Annotated[str, AfterValidator(_check_run_id)]
 
 
@@ -104,39 +113,132 @@ class LimiterConfig(Model):
 
     min_rows: PositiveInt = 100
     """Rows needed before the first sample: the start of learning."""
+    samples_per_insert: PositiveFloat | None = None
+    """Times that an inserted row is sampled on average. None: the ratio runs free; on the learner's table
+    `learner.updates: strict` sets it."""
     window_rows: PositiveInt | None = None
-    """Width of the band that sampled rows may wander in around the ratio (with `learner.updates: strict`). None: twice
-    the smallest that admits one batch and one block."""
+    """Width of the band that sampled rows may wander in around the ratio. None: twice the smallest that admits one
+    batch and one block."""
     deadline_seconds: PositiveFloat = 30.0
     """A wait ends after this time with a reason; the client asks again and loses nothing."""
+
+
+class PrioritisedConfig(Model):
+    """Prioritised sampling: Schaul et al. 2016."""
+
+    exponent: NonNegativeFloat = 0.6
+    """A row is drawn in proportion to its priority to this power; 0 is uniform."""
+    importance_exponent: Annotated[float, Field(ge=0, le=1)] = 0.4
+    """How far importance weights undo the bias of the draw; 1 undoes it whole."""
+
+
+class RecentConfig(Model):
+    """Sampling by the version of the policy that acted."""
+
+    max_lag_versions: PositiveInt | None = None
+    """Rows that are further behind the newest policy are not drawn. None: no bound."""
+    half_life_versions: PositiveFloat | None = None
+    """A row so many versions older is half as likely to be drawn. None: all are equally likely."""
 
 
 class TableConfig(Model):
     """One table of the replay service."""
 
+    kind: Literal["transitions", "unrolls"] = "transitions"
+    """What a row is: one step, or `unroll_length` steps of one environment and the observation after them."""
+    unroll_length: PositiveInt = 20
+    """Steps in a row of kind unrolls."""
     capacity_rows: PositiveInt = 1_000_000
-    """The oldest blocks are removed, from memory and from Redis, when a block would exceed it."""
+    """Rows that the table may hold; the remover makes room for a block that would exceed it."""
+    capacity_bytes: PositiveInt | None = None
+    """Bytes of rows that the table may hold; the smaller of both bounds holds. None: only rows are counted."""
+    sampler: Literal["uniform", "prioritised", "fifo", "lifo", "recent"] = "uniform"
+    """Which rows are drawn: all alike, by priority, the oldest first, the newest first, or by policy version."""
+    prioritised: PrioritisedConfig = PrioritisedConfig()
+    recent: RecentConfig = RecentConfig()
+    remover: Literal["fifo", "lowest_priority"] = "fifo"
+    """Which rows leave a full table: the oldest block, or the rows of lowest priority (at the latest when twice as
+    many rows as the table may hold have come after them)."""
+    max_times_sampled: PositiveInt | None = None
+    """A row is drawn at most so often. None: no bound; `fifo` and `lifo` need one."""
+    queue: bool = False
+    """The table is a queue: followed oldest first, each row delivered once and removed when it was consumed."""
+    overflow: Literal["block", "drop_oldest"] = "block"
+    """What a full queue does: holds appends back, up to the limiter's deadline, or drops its oldest block."""
     allow_non_finite: bool = False
     """Whether NaN and infinity may be stored in floating columns; refused by default."""
     limiter: LimiterConfig = LimiterConfig()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.sampler in ("fifo", "lifo") and self.max_times_sampled is None:
+            raise ValueError(
+                f"sampler is {self.sampler!r} and max_times_sampled is not set: expected 1 or more, "
+                "or the same row would be drawn for ever"
+            )
+        if self.remover == "lowest_priority" and self.sampler != "prioritised":
+            raise ValueError(
+                f"remover is 'lowest_priority' and sampler {self.sampler!r}: expected sampler 'prioritised', "
+                "the only one whose rows have priorities"
+            )
+        if self.queue and (self.sampler != "uniform" or self.max_times_sampled is not None or self.remover != "fifo"):
+            raise ValueError(
+                "queue is true: expected sampler, remover and max_times_sampled at their defaults; a queue is "
+                "followed oldest first and never sampled"
+            )
+        return self
+
+    def rows_that_fit(self, row_bytes: int) -> int:
+        """Rows of `row_bytes` bytes that both bounds let the table hold; 0 when not even one fits."""
+        if self.capacity_bytes is None:
+            return self.capacity_rows
+        return min(self.capacity_rows, self.capacity_bytes // row_bytes)
 
 
 class ReplayConfig(Model):
     """Settings of the replay service."""
 
-    address: Address = "127.0.0.1:50051"
-    """Where the others reach it."""
+    shards: Annotated[int, Field(ge=1, le=256)] = 1
+    """Replay processes among which the rows are divided; collector i appends to shard i modulo shards."""
+    address: ShardAddresses = "127.0.0.1:50051"
+    """Where the others reach it. With several shards: one address with `{shard}` in it, or one for each, by commas."""
     listen: Address = "127.0.0.1:50051"
     """Where it listens. Left at its default, `paceline train` takes any free port, here and for the other addresses."""
     metrics_listen: Address = "127.0.0.1:9101"
     """Where /metrics listens."""
     redis_url: SecretStr | None = None
-    """Where the record is kept (redis://, rediss://, unix://). None: `paceline train` starts its own."""
+    """Where the record is kept (redis://, rediss://, unix://); `{shard}` in it stands for the shard's number, without
+    it shards share one server under different keys. None: `paceline train` starts its own."""
+    read: Literal["auto", "sample", "follow"] = "auto"
+    """How the learner gets rows: batches that replay draws, or every row once into a ring of its own, where it draws.
+    `auto` follows uniform tables and queues, and samples the others."""
     redis_deadline_seconds: PositiveFloat = 10.0
     """Of one command."""
     max_streams: PositiveInt = 96
     """Append and Sample streams that are served at once; more are refused, so that short calls always have a thread."""
     tables: dict[str, TableConfig] = {"transitions": TableConfig()}
+
+    @model_validator(mode="after")
+    def _addresses_fit(self) -> Self:
+        # A single address may be a default that the launcher of one machine replaces: it is refused where it is used.
+        if "," in self.address:
+            try:
+                self.shard_addresses()
+            except ConfigError as error:
+                raise ValueError(str(error)) from error
+        return self
+
+    def shard_addresses(self) -> list[str]:
+        """The address of each shard, by its number. Raises ConfigError when there are not as many as shards."""
+        if SHARD in self.address:
+            return [self.address.replace(SHARD, str(shard)) for shard in range(self.shards)]
+        addresses = self.address.split(",")
+        if len(addresses) != self.shards:
+            raise ConfigError(
+                f"replay.address names {len(addresses)} address(es) and replay.shards is {self.shards}: expected one "
+                "for each shard, separated by commas, or one with {shard} in it, such as replay-{shard}.replay:50051"
+            )
+        return addresses
 
     @field_serializer("redis_url")
     def _hide_password(self, value: SecretStr | None) -> str | None:
@@ -148,6 +250,8 @@ class SacConfig(Model):
 
     name: Literal["sac"] = "sac"
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.99
+    n_step: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Environment steps whose rewards a row sums up before it bootstraps; fewer where an episode ends."""
     tau: Annotated[float, Field(gt=0, le=1)] = 0.005
     """Share of the critic that the target critic takes over in each update."""
     actor_learning_rate: PositiveFloat = 3e-4
@@ -222,6 +326,9 @@ class CollectorConfig(Model):
     """Rows in a full block."""
     block_seconds: PositiveFloat = 0.1
     """A block that has rows is sealed after so long, full or not."""
+    block_form: Literal["auto", "plain", "compact"] = "auto"
+    """`compact` leaves a next observation out of a block where it is the observation of a later row, and replay puts
+    it back; `auto` does so where rows are large enough to gain by it."""
     max_blocks_in_flight: PositiveInt = 4
     """Blocks sealed but not acknowledged; collecting waits when there are so many."""
     warmup_steps: NonNegativeInt = 100
@@ -270,6 +377,31 @@ class Config(Model):
                 f"{self.rpc.max_message_bytes // 2}, or no message could carry a chunk"
             )
         table = tables[learner.table]
+        if table.kind != "transitions":
+            raise ValueError(
+                f"replay.tables.{learner.table}.kind is {table.kind!r}: expected 'transitions', what "
+                f"{learner.algorithm.name} learns from"
+            )
+        if self.replay.read == "follow" and not self._may_follow():
+            raise ValueError(
+                f"replay.read is 'follow' and table {learner.table!r} is neither uniform nor a queue: expected "
+                "'sample' or 'auto'; who follows draws all rows alike"
+            )
+        if self.replay.read == "sample" and table.queue:
+            raise ValueError(
+                f"replay.read is 'sample' and table {learner.table!r} is a queue: expected 'follow' or 'auto'; "
+                "a queue is never sampled"
+            )
+        if table.queue and learner.updates == "strict":
+            raise ValueError(
+                f"learner.updates is 'strict' and table {learner.table!r} is a queue: expected 'learner_bound'; "
+                "each of its rows is learned from once, so there is no ratio to hold"
+            )
+        if self.collector.count < self.replay.shards:
+            raise ValueError(
+                f"collector.count is {self.collector.count}: expected at least replay.shards, {self.replay.shards}, "
+                "or a shard gets no rows"
+            )
         if self.collector.count > self.collector.max_count:
             raise ValueError(
                 f"collector.count is {self.collector.count}: expected at most collector.max_count, "
@@ -313,10 +445,22 @@ class Config(Model):
             )
         return self.run.id
 
+    @property
+    def follows(self) -> bool:
+        """Whether the learner follows its table instead of sampling it."""
+        return self.replay.read == "follow" or (self.replay.read == "auto" and self._may_follow())
+
+    def _may_follow(self) -> bool:
+        table = self.replay.tables[self.learner.table]
+        return table.queue or (table.sampler == "uniform" and table.max_times_sampled is None)
+
     def samples_per_insert(self) -> float | None:
         """Rows sampled for each row inserted into the learner's table; None where the ratio runs free."""
-        if self.learner.updates == "learner_bound":
+        table = self.replay.tables[self.learner.table]
+        if table.queue:
             return None
+        if self.learner.updates == "learner_bound":
+            return table.limiter.samples_per_insert
         return self.learner.updates_per_step * self.learner.batch_size
 
     def limiter_window_rows(self) -> int | None:
