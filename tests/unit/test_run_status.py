@@ -122,6 +122,16 @@ def test_the_side_that_the_limiter_held_back_most_is_named():
 
 
 @pytest.mark.usefixtures("seconds")
+def test_the_rows_of_all_shards_are_counted_together():
+    def rows(count: float) -> list[tuple[str, dict[str, str], float]]:
+        return [("paceline_replay_table_rows", {"table": "transitions"}, count)]
+
+    settings = config.build({"run": {"id": "trial"}, "replay": {"shards": 2}, "collector": {"count": 2}})
+    status = StatusReader(settings, Pages({"replay-0": rows(300), "replay-1": rows(200)})).read()
+    assert (status.replay_rows, status.replay_capacity) == (500, 2_000_000)
+
+
+@pytest.mark.usefixtures("seconds")
 def test_what_is_not_known_is_shown_as_a_dash_and_not_as_nought():
     status = StatusReader(CONFIG, Pages({})).read()
     figures = dict(_figures(status))

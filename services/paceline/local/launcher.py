@@ -35,8 +35,6 @@ LOOK_SECONDS = 0.5
 """How often processes are looked after."""
 
 _ADDRESS_KEYS = (
-    "replay.listen",
-    "replay.metrics_listen",
     "learner.listen",
     "learner.metrics_listen",
     "learner.endpoint_metrics_listen",
@@ -100,6 +98,8 @@ class _Services:
         self._environment = {**environment, "PACELINE_REPLAY__REDIS_URL": redis_url}
         limit_threads(self._environment)
         self._addresses = _choose_addresses(config)
+        self._replays = _choose_replay_addresses(config)
+        self._addresses["replay.address"] = ",".join(replay["replay.listen"] for replay in self._replays)
         self._processes: list[ServiceProcess] = []
         self._last_pages: dict[str, Page] = {}
         self._seconds: dict[str, dict[str, float]] = {}
@@ -108,7 +108,10 @@ class _Services:
     def start(self) -> None:
         """Start them all; each waits for those that it needs."""
         resume = ["--resume"] if self._resume else []
-        self._start("replay", ["replay"], resume, {"replay": "replay.metrics_listen"})
+        for shard, addresses in enumerate(self._replays):
+            name = _replay_name(shard, len(self._replays))
+            options = ["replay", "--shard", str(shard)]
+            self._start(name, options, resume, {name: "replay.metrics_listen"}, addresses)
         self.learner = self._start(
             "learner",
             ["learner"],
@@ -127,8 +130,11 @@ class _Services:
             DeadlineError: one does not serve after START_SECONDS. ServiceFailedError: one ended with an error.
         """
         deadline = time.monotonic() + START_SECONDS
-        for service in ("replay", "learner"):
-            address = self._addresses[f"{service}.listen"]
+        served = {
+            **{_replay_name(i, len(self._replays)): each["replay.listen"] for i, each in enumerate(self._replays)},
+            "learner": self._addresses["learner.listen"],
+        }
+        for service, address in served.items():
             while not stop.is_set() and not self._is_serving(address):
                 self.look_after()
                 if time.monotonic() > deadline:
@@ -174,33 +180,38 @@ class _Services:
     def stop(self) -> None:
         """Stop every process, replay last, within STOP_SECONDS."""
         deadline = time.monotonic() + STOP_SECONDS
-        replay, others = self._processes[:1], self._processes[1:]
-        for group, share in ((others, deadline - 3), (replay, deadline)):
+        replays, others = self._processes[: len(self._replays)], self._processes[len(self._replays) :]
+        for group, share in ((others, deadline - 3), (replays, deadline)):
             for process in group:
                 process.terminate()
             for process in group:
                 process.wait(share)
 
     def _start(
-        self, name: str, arguments: list[str], resume: list[str], metrics_keys: Mapping[str, str]
+        self,
+        name: str,
+        arguments: list[str],
+        resume: list[str],
+        metrics_keys: Mapping[str, str],
+        own_addresses: Mapping[str, str] | None = None,
     ) -> ServiceProcess:
-        overrides = [f"{key}={address}" for key, address in self._addresses.items()]
+        """Start one; `metrics_keys` names, for each of its pages, the address where it listens."""
+        addresses = {**self._addresses, **(own_addresses or {})}
+        overrides = [f"{key}={address}" for key, address in addresses.items()]
         process = ServiceProcess(
             name,
             [*arguments, str(self._folder / "config.yaml"), *overrides, "--with-parent", *resume],
             restart_arguments=["--resume"] if arguments[0] in ("replay", "learner") and not resume else [],
             environment=self._environment,
             log_path=self._folder / "logs" / f"{name}.log",
-            metrics_ports={page: _port_of(self._addresses[key]) for page, key in metrics_keys.items()},
+            metrics_ports={page: _port_of(addresses[key]) for page, key in metrics_keys.items()},
         )
         self._processes.append(process)
         return process
 
     def _start_with_metrics(self, name: str, role: str, options: list[str]) -> None:
         key = f"{role}.metrics_listen"
-        self._addresses[key] = _free_address()
-        self._start(name, [role, *options], [], {name: key})
-        del self._addresses[key]
+        self._start(name, [role, *options], [], {name: key}, {key: _free_address()})
 
     def _add_seconds(self, name: str, page: Page) -> None:
         sums = self._seconds.setdefault(name, {})
@@ -247,16 +258,31 @@ def _embedded(folder: Path) -> Iterator[EmbeddedRedis]:
 
 def _choose_addresses(config: Config) -> dict[str, str]:
     """Where everything listens: any free port where the configuration keeps its default."""
-    default, addresses = Config(), {}
-    for key in _ADDRESS_KEYS:
-        section, name = key.split(".")
-        address = getattr(getattr(config, section), name)
-        if address == getattr(getattr(default, section), name) or _port_of(address) == 0:
-            address = _free_address()
-        addresses[key] = address
-    addresses["replay.address"] = addresses["replay.listen"]
+    addresses = {key: _choose_address(config, key) for key in _ADDRESS_KEYS}
     addresses["learner.address"] = addresses["learner.listen"]
     return addresses
+
+
+def _choose_replay_addresses(config: Config) -> list[dict[str, str]]:
+    """Where each shard of replay listens: as it is configured where there is one, any free port where several are."""
+    if config.replay.shards == 1:
+        return [{key: _choose_address(config, key) for key in ("replay.listen", "replay.metrics_listen")}]
+    return [
+        {"replay.listen": _free_address(), "replay.metrics_listen": _free_address()}
+        for _ in range(config.replay.shards)
+    ]
+
+
+def _choose_address(config: Config, key: str) -> str:
+    section, name = key.split(".")
+    address: str = getattr(getattr(config, section), name)
+    if address == getattr(getattr(Config(), section), name) or _port_of(address) == 0:
+        return _free_address()
+    return address
+
+
+def _replay_name(shard: int, shards: int) -> str:
+    return "replay" if shards == 1 else f"replay-{shard}"
 
 
 def _free_address() -> str:

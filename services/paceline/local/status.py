@@ -69,7 +69,9 @@ class StatusReader:
         # What was known of a process that is away for a moment, or has just ended, is still the run's figure.
         self._pages.update({name: page for name, page in self._read_pages().items() if page.samples})
         pages, now = self._pages, time.monotonic()
-        learner, endpoint, replay = (pages.get(name, Page()) for name in ("learner", "endpoint", "replay"))
+        learner, endpoint = (pages.get(name, Page()) for name in ("learner", "endpoint"))
+        # The shards as if they were one.
+        replay = Page([sample for name, page in pages.items() if name.startswith("replay") for sample in page.samples])
         collectors = [page for name, page in pages.items() if name.startswith("collector")]
         steps = learner.value("paceline_learner_environment_steps")
         updates = learner.value("paceline_learner_step")
@@ -96,8 +98,8 @@ class StatusReader:
             lag_p99=learner.quantile("paceline_learner_training_lag_versions", 0.99),
             collector_sync_share=_sync_share(collectors),
             learner_sync_share=_sync_share([learner]),
-            replay_rows=_whole(replay.value("paceline_replay_table_rows", table=table)),
-            replay_capacity=self._config.replay.tables[table].capacity_rows,
+            replay_rows=_whole(replay.by_label("paceline_replay_table_rows", "table").get(table)),
+            replay_capacity=self._config.replay.tables[table].capacity_rows * self._config.replay.shards,
             waiting=self._waiting_side(replay, now),
         )
 
