@@ -20,7 +20,7 @@ from paceline.actors import Actor, ActorSemantics, build_actor, squashed_gaussia
 from paceline.config import RpcConfig
 from paceline.errors import ProtocolMismatchError, RunMismatchError
 from paceline.identity import PROTOCOL_VERSION, PolicyIdentity
-from paceline.rows import Block, Column, RowSpec, transition_spec
+from paceline.rows import Column, RowSpec, block_from_wire, transition_spec
 from paceline.rpc.server import server_options
 from paceline.rpc.status import code_of, metadata_of
 from paceline.rpc.wire import row_spec_from_wire, row_spec_to_wire, snapshot_header_to_wire
@@ -217,8 +217,10 @@ class Replay(replay_pb2_grpc.ReplayServiceServicer):
         import numpy as np
 
         assert self.spec is not None
-        data = b"".join(block.rows for block in self.blocks)
-        return np.frombuffer(data, self.spec.dtype)
+        blocks = [block_from_wire(self.spec, block.header, block.rows) for block in self.blocks]
+        if not blocks:
+            return np.empty(0, self.spec.dtype)
+        return np.concatenate([block.columns for block in blocks])
 
     def wait_for(self, condition: Any, seconds: float = 20.0) -> None:
         with self.changed:
@@ -243,13 +245,7 @@ class Replay(replay_pb2_grpc.ReplayServiceServicer):
                     return
             with self.changed:
                 assert self.spec is not None
-                Block.from_bytes(
-                    self.spec,
-                    request.rows,
-                    row_count=header.row_count,
-                    digest=header.row_spec_digest,
-                    checksum=header.checksum,
-                )
+                block_from_wire(self.spec, header, request.rows)
                 sender = (header.collector_index, header.collector_incarnation)
                 duplicate = header.sequence <= self.known.get(sender, 0)
                 if duplicate:

@@ -15,7 +15,7 @@ from paceline.collector.writer import BlockWriter
 from paceline.config import RpcConfig
 from paceline.errors import LimiterTimeoutError, ReplacedError, RowSpecError
 from paceline.process import StopSignal
-from paceline.rows import Block
+from paceline.rows import Block, CompactForm, checksum_of
 from paceline.rpc.client import open_channel
 
 NEVER = StopSignal()
@@ -31,7 +31,7 @@ def block_of(*numbers):
 class Writing:
     """A writer to a replay service."""
 
-    def __init__(self, port, *, limiter_seconds=10.0, **rpc):
+    def __init__(self, port, *, limiter_seconds=10.0, compact_stride=0, **rpc):
         settings = RpcConfig(backoff_initial_seconds=0.005, backoff_max_seconds=0.02, **rpc)
         self.registry = CollectorRegistry()
         self.channel = open_channel(f"127.0.0.1:{port}", settings)
@@ -46,6 +46,8 @@ class Writing:
             rpc=settings,
             limiter_seconds=limiter_seconds,
             metrics=CollectorMetrics(self.registry),
+            compact_form=CompactForm(PENDULUM) if compact_stride else None,
+            compact_stride=compact_stride,
         )
         self.writer.start()
 
@@ -228,3 +230,30 @@ def test_every_block_says_whose_it_is_and_when_it_was_sealed(start):
     assert 0 <= second.sealed_at.ToNanoseconds() - first.sealed_at.ToNanoseconds() < 20e9
     assert first.checksum == block_of(5, 6).checksum()
     assert np.array_equal(replay.columns()["episode"], [5, 6, 7])
+    assert [block.header.compact_stride for block in replay.blocks] == [0, 0]
+
+
+def chained_block(row_count=64, stride=2):
+    block = Block.empty(PENDULUM, row_count)
+    columns = block.columns
+    columns["observation"] = np.random.default_rng(0).standard_normal((row_count, 3))
+    columns["next_observation"][:-stride] = columns["observation"][stride:]
+    return block
+
+
+def test_a_block_goes_in_the_compact_form_where_it_is_smaller_and_in_the_plain_one_otherwise(start):
+    replay, _, port = start.replay()
+    writing = start.writing(port, compact_stride=2)
+    block = chained_block()
+    assert writing.writer.submit(block, NEVER.is_set)
+    writing.submit(*range(64))  # observations of zeros: each row goes on in any other
+    assert writing.writer.submit(block.first(2), NEVER.is_set)  # no row goes on in so few
+    assert writing.writer.close([chained_block(stride=3)], 20) == 0
+    assert [stored.header.compact_stride for stored in replay.blocks] == [2, 2, 0, 0]
+    assert [stored.header.checksum for stored in replay.blocks] == [
+        checksum_of(stored.rows) for stored in replay.blocks
+    ]
+    assert replay.blocks[0].rows == bytes(CompactForm(PENDULUM).encode(block, 2))
+    assert np.array_equal(replay.columns()[:64], block.columns)
+    assert np.array_equal(replay.columns()[64:128], block_of(*range(64)).columns)
+    wait_until(lambda: writing.value("bytes_appended_total") == sum(len(stored.rows) for stored in replay.blocks))

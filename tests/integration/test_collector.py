@@ -15,18 +15,20 @@ from integration.peers import PENDULUM, RUN_ID, SEMANTICS, Learner, Replay, make
 from integration.waiting import wait_until
 from paceline.actors import squashed_gaussian_semantics
 from paceline.collector import main as collector
-from paceline.config import build
+from paceline.config import TableConfig, build
 from paceline.envs import describe_environment
 from paceline.errors import ConfigError, EnvironmentFaultError, RowSpecError, RunMismatchError
 from paceline.process import StopSignal
-from paceline.rows import Column, transition_spec
+from paceline.rows import Column, transition_spec, unroll_spec
 
 
 class Collecting:
     """A learner, a replay service, and a collector that runs on a thread."""
 
-    def __init__(self, *, env=None, learner=None, replay=None, run_id=RUN_ID, **settings):
-        self.stop, self.error = StopSignal(), None
+    def __init__(
+        self, *, env=None, learner=None, replay=None, run_id=RUN_ID, index=None, algorithm=None, table=None, **settings
+    ):
+        self.stop, self.error, self.index = StopSignal(), None, index
         env = env or {"id": "Pendulum-v1"}
         self.learner, self.replay = learner or learner_of(env), replay or Replay()
         self.learner_server, learner_port = serve(self.learner)
@@ -36,16 +38,19 @@ class Collecting:
                 "run": {"id": run_id},
                 "env": env,
                 "rpc": {"deadline_seconds": 2, "backoff_initial_seconds": 0.01, "backoff_max_seconds": 0.1},
-                "learner": {"address": f"127.0.0.1:{learner_port}"},
+                "learner": {"address": f"127.0.0.1:{learner_port}", "algorithm": algorithm or {}},
                 "replay": {"address": f"127.0.0.1:{replay_port}"},
                 "collector": {"environments": 2, "block_rows": 16, "poll_seconds": 0.5, **settings},
             }
         )
+        if table:  # not checked: no algorithm of today learns from other tables than sac's
+            replay_config = self.config.replay.model_copy(update={"tables": {"transitions": TableConfig(**table)}})
+            self.config = self.config.model_copy(update={"replay": replay_config})
         self.thread = threading.Thread(target=self._run)
 
     def _run(self):
         try:
-            collector.run(self.config, index=None, stop=self.stop)
+            collector.run(self.config, index=self.index, stop=self.stop)
         except Exception as error:
             self.error = error
 
@@ -75,10 +80,13 @@ class Collecting:
         self.replay_server.stop(0).wait()
 
 
-def learner_of(env, **settings):
+def learner_of(env, *, unroll_length=None, **settings):
     description = describe_environment(build({"env": env}).env)
+    spec = transition_spec(description.observation, description.action)
+    if unroll_length is not None:
+        spec = unroll_spec(description.observation, description.action, unroll_length)
     return Learner(
-        transition_spec(description.observation, description.action),
+        spec,
         squashed_gaussian_semantics(
             description.observation_dim,
             hidden=(8,),
@@ -193,13 +201,16 @@ def test_a_slow_replay_service_holds_the_collector_back_and_loses_nothing(collec
     require_unbroken_chains(run.end())
 
 
-def test_a_stop_appends_every_row_that_was_collected(collecting):
-    run = collecting(block_rows=4096, block_seconds=1000).start()
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_a_stop_appends_every_row_that_was_collected(collecting, n_step):
+    run = collecting(algorithm={"name": "sac", "n_step": n_step}, block_rows=4096, block_seconds=1000).start()
     wait_until(lambda: any(report.episodes for report in run.learner.reports))
     rows = run.end()
     reported = sum(episode.length for report in run.learner.reports for episode in report.episodes)
     assert len(rows) >= reported >= 400
-    require_unbroken_chains(rows)
+    assert rows["step_count"][-1] == 1, "the last step begins a row too"
+    if n_step == 1:
+        require_unbroken_chains(rows)
 
 
 def test_a_block_is_due_by_time_however_few_rows_it_has(collecting):
@@ -323,3 +334,80 @@ def test_two_collectors_and_a_restarted_one_begin_with_different_observations(co
 
     assert not first_observations(0) & first_observations(1)
     assert first_observations(0) == first_observations(0)
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_blocks_in_the_compact_form_hold_the_same_rows(collecting, n_step):
+    run = collecting(algorithm={"name": "sac", "n_step": n_step}, block_form="compact", block_rows=100).start()
+    run.replay.wait_for(lambda replay: replay.row_count >= 900)
+    rows = run.end()
+    full = [block.header for block in run.replay.blocks if block.header.row_count == 100]
+    assert {header.compact_stride for header in full} == {2 * n_step}
+    for episode in np.unique(rows["episode"]):
+        chain = rows[rows["episode"] == episode]
+        assert np.array_equal(chain["next_observation"][:-n_step], chain["observation"][n_step:])
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+def test_rows_of_several_steps_sum_up_the_rewards_of_their_own_episode(collecting, autoreset):
+    env = {"id": "counting_environment:Counting-v0", "autoreset": autoreset}
+    run = collecting(env=env, algorithm={"name": "sac", "n_step": 2, "gamma": 0.5}, environments=6).start()
+    run.replay.wait_for(lambda replay: replay.row_count >= 600)
+    rows = run.end()
+    assert set(rows["step_count"].tolist()) == {1, 2}
+    assert np.array_equal(rows["reward"], np.where(rows["step_count"] == 2, 1.5, 1.0))
+    assert np.array_equal(rows["next_observation"][:, 0], rows["observation"][:, 0] + rows["step_count"])
+    assert (rows["observation"] // 100 == rows["next_observation"] // 100).all()
+
+
+@pytest.mark.parametrize("environments", [1, 2])
+def test_a_fault_drops_the_open_windows_of_its_episode_and_cuts_those_of_the_others(collecting, environments):
+    env = {"id": FAULTY, "kwargs": {"fault": "step raises", "step": 8}}
+    run = collecting(
+        env=env,
+        algorithm={"name": "sac", "n_step": 3, "gamma": 1.0},
+        on_environment_error="reset",
+        environments=environments,
+        block_rows=200,
+        block_seconds=1000,
+    ).start()
+    run.replay.wait_for(lambda replay: replay.row_count >= 400)
+    rows = run.end()
+    rows = rows[rows["episode"] < rows["episode"].max() - environments]  # those under way at the end are cut too
+    assert np.array_equal(rows["reward"], 0.5 * rows["step_count"])
+    was_cut = (rows["step_count"] < 3) & ~rows["terminated"]
+    assert was_cut.any() == (environments == 2)
+
+
+def test_a_collector_appends_to_the_shard_of_its_index(collecting):
+    run, other = collecting(index=3), collecting()
+    addresses = [other.config.replay.address, run.config.replay.address]
+    run.config = run.config.model_copy(
+        update={"replay": run.config.replay.model_copy(update={"shards": 2, "address": ",".join(addresses)})}
+    )
+    run.start()
+    run.replay.wait_for(lambda replay: replay.row_count > 0)
+    assert (run.end()["collector_index"] == 3).all()
+    assert other.replay.received == 0
+
+
+@pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
+def test_a_table_of_unrolls_gets_unrolls(collecting, autoreset):
+    env = {"id": "counting_environment:Counting-v0", "autoreset": autoreset}
+    run = collecting(
+        env=env, learner=learner_of(env, unroll_length=6), table={"kind": "unrolls", "unroll_length": 6}, environments=4
+    ).start()
+    run.replay.wait_for(lambda replay: replay.row_count >= 200)
+    rows = run.end()
+    observation, step = rows["observation"][:, :, 0], rows["valid"]
+    assert np.array_equal(np.diff(observation)[step], np.ones(step.sum()))
+    ended = rows["terminated"] | rows["truncated"]
+    assert np.array_equal(ended[:, :-1], ~step[:, 1:]), "behind an episode's end is the step to the next"
+    assert (observation[:, 1:][~step] % 100 == 0).all(), "which ends with the next one's first observation"
+    assert (rows["policy_version"] == 1).all()
+
+
+def test_rows_of_another_kind_are_refused_at_the_start(collecting):
+    run = collecting(table={"kind": "unrolls", "unroll_length": 6}).start()
+    with pytest.raises(RowSpecError, match=r"in observation: .*\(3,\).*\(7, 3\)"):
+        run.join()

@@ -1,6 +1,5 @@
 import math
 import tracemalloc
-import zlib
 
 import numpy as np
 import pytest
@@ -17,10 +16,12 @@ from paceline.rows import (
     Block,
     Column,
     RowSpec,
+    checksum_of,
     find_non_finite,
     numpy_columns,
     torch_columns,
     transition_spec,
+    unroll_spec,
 )
 
 DTYPES = sorted(NUMPY_TYPES)
@@ -213,7 +214,7 @@ def test_a_block_with_another_digest_is_refused_and_the_columns_are_named():
 @given(st.integers(0, 8 * 2 * SPEC.row_bytes - 1))
 def test_a_single_flipped_bit_is_noticed(bit):
     payload = bytearray(2 * SPEC.row_bytes)
-    checksum = zlib.crc32(payload)
+    checksum = checksum_of(payload)
     payload[bit // 8] ^= 1 << bit % 8
     with pytest.raises(BlockError, match="damaged"):
         Block.from_bytes(SPEC, bytes(payload), row_count=2, digest=SPEC.digest, checksum=checksum)
@@ -230,6 +231,27 @@ def test_a_number_that_is_not_finite_is_found_by_column(dtype, value):
     assert find_non_finite(block) is None
     torch_columns(spec, torch.from_numpy(block.data))["bad"][2, 1] = value
     assert find_non_finite(block) == "bad"
+
+
+@pytest.mark.parametrize("bad", ["a", "b", "c", "d", "e"])
+def test_neighbours_of_several_types_are_told_apart_at_any_address(bad):
+    spec = RowSpec(
+        (
+            Column("a", "float32", (2,)),
+            Column("b", "float64", (3,)),
+            Column("count", "int64"),
+            Column("c", "float64"),
+            Column("d", "float16", (2,)),
+            Column("e", "float32"),
+        )
+    )
+    block = Block.empty(spec, 5)
+    block.columns["count"] = -1
+    assert find_non_finite(block) is None
+    block.columns[bad].reshape(5, -1)[3, -1] = math.nan
+    assert find_non_finite(block) == bad
+    odd = memoryview(b"x" + block.data.tobytes())[1:]
+    assert find_non_finite(Block.from_bytes(spec, odd, row_count=5, digest=spec.digest)) == bad
 
 
 def test_the_bits_of_integers_are_never_taken_for_a_nan():
@@ -259,6 +281,14 @@ def test_the_first_rows_of_a_block_share_its_memory():
 def test_a_transition_keeps_what_explains_its_lag():
     spec = transition_spec(Column("observation", "float32", (3,)), Column("action", "float32", (1,)))
     assert spec["next_observation"].shape == (3,)
-    for stamp in ("policy_incarnation", "policy_version", "behaviour_log_prob", "collected_at"):
+    for stamp in ("policy_incarnation", "policy_version", "behaviour_log_prob", "collected_at", "step_count"):
         assert stamp in spec
     assert {"terminated", "truncated"} <= spec.offsets.keys()
+
+
+def test_an_unroll_has_one_observation_more_than_steps():
+    spec = unroll_spec(Column("observation", "uint8", (4, 4)), Column("action", "float32", (2,)), 20)
+    assert spec["observation"] == Column("observation", "uint8", (21, 4, 4))
+    assert spec["action"].shape == (20, 2)
+    of_steps = ("reward", "terminated", "truncated", "valid", "behaviour_log_prob", "policy_version", "episode")
+    assert {spec[name].shape for name in of_steps} == {(20,)}

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.collector.filler import BlockFiller
+from paceline.collector.filler import Filler
 from paceline.collector.metrics import CollectorMetrics
 from paceline.collector.reporter import EpisodeReporter
 from paceline.collector.writer import BlockWriter
@@ -45,7 +45,7 @@ class CollectingLoop:
         build_environments: BuildEnvironments,
         staged: StagedActor,
         poller: SnapshotPoller,
-        filler: BlockFiller,
+        filler: Filler,
         writer: BlockWriter,
         reporter: EpisodeReporter,
         metrics: CollectorMetrics,
@@ -100,8 +100,9 @@ class CollectingLoop:
         """Append what is left, for at most `seconds` and only if the run wants it, and end the environments."""
         self._clock.switch("finishing")
         self._count()
-        last = self._filler.take()
-        rest = [*self._rest, *([] if last is None else [last])]
+        rest = [*self._rest, *self._filler.cut()]
+        if (last := self._filler.block.take()) is not None:
+            rest.append(last)
         self._writer.close(rest, 0.0 if self.finished() else seconds)
         self._environments.close()
 
@@ -141,7 +142,7 @@ class CollectingLoop:
             for episode in step.finished:
                 self._metrics.episode_return.observe(episode.episode_return)
         sealed = self._filler.add(step, log_prob)
-        if not sealed and (due := self._filler.take_due()) is not None:
+        if not sealed and (due := self._filler.block.take_due()) is not None:
             sealed = [due]
         if sealed:
             self._count()
@@ -175,6 +176,7 @@ class CollectingLoop:
             dropped = 0 if error.episode is None else self._filler.drop_episode(error.episode)
             self._metrics.rows_dropped.inc(dropped)
             self._log.warning("environments_rebuilt", reason=str(error), dropped_rows=dropped)
+            self._rest += self._filler.cut()
             self._rebuilds += 1
             next_episode = self._environments.next_episode
             self._environments.close()

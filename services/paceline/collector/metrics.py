@@ -44,7 +44,7 @@ class CollectorMetrics:
         )
         self.rows_dropped = Counter(
             "paceline_collector_rows_dropped_total",
-            "Unsealed rows of episodes that an environment fault ended. Bad: growing.",
+            "Unsealed rows and open windows of episodes that an environment fault ended. Bad: growing.",
             registry=registry,
         )
         self.rows_appended = Counter(
@@ -54,7 +54,7 @@ class CollectorMetrics:
         )
         self.bytes_appended = Counter(
             "paceline_collector_bytes_appended_total",
-            "Bytes of rows that replay acknowledged. Bad: near what the network carries.",
+            "Bytes of blocks that replay acknowledged, in the form sent. Bad: near what the network carries.",
             registry=registry,
         )
         self.blocks_appended = Counter(

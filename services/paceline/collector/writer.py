@@ -14,7 +14,7 @@ from paceline.collector.metrics import CollectorMetrics
 from paceline.config import RpcConfig
 from paceline.errors import DeadlineError, InvalidInputError, LimiterTimeoutError, NotFoundError, PacelineError
 from paceline.process import StopSignal
-from paceline.rows import Block, RowSpec
+from paceline.rows import Block, CompactForm, RowSpec, checksum_of
 from paceline.rpc.bulk import APPEND_REQUEST, Bulk
 from paceline.rpc.client import Backoff
 from paceline.rpc.status import RETRYABLE, raising
@@ -35,12 +35,19 @@ AppendBulk = Bulk[replay_pb2.AppendRequest]
 @dataclass(frozen=True)
 class _Sealed:
     request: AppendBulk
-    block: Block
     sealed_at: float  # monotonic
 
     @property
     def sequence(self) -> int:
         return self.request.head.header.sequence
+
+    @property
+    def row_count(self) -> int:
+        return self.request.head.header.row_count
+
+    @property
+    def payload_bytes(self) -> int:
+        return len(self.request.payload)
 
 
 class BlockWriter:
@@ -64,10 +71,14 @@ class BlockWriter:
         rpc: RpcConfig,
         limiter_seconds: float,
         metrics: CollectorMetrics,
+        compact_form: CompactForm | None = None,
+        compact_stride: int = 1,
     ) -> None:
         """Prepare; nothing is sent before `start`.
 
         Args:
+            compact_form: the form of blocks that are smaller in it; None: all go in the plain form.
+            compact_stride: rows from one of an environment to that which goes on where it ends.
             limiter_seconds: how long replay may hold one block back before it says so.
         """
         self._append = channel.stream_stream(
@@ -79,6 +90,7 @@ class BlockWriter:
         self._run_id, self._table, self._spec = run_id, table, spec
         self._index, self._incarnation = collector_index, collector_incarnation
         self._window, self._rpc, self._metrics = max_blocks_in_flight, rpc, metrics
+        self._form, self._stride = compact_form, compact_stride
         # A block may wait behind the others of the window, each of which the limiter may hold back.
         self._answer_seconds = limiter_seconds + rpc.deadline_seconds
         self._backoff, self._log = Backoff(rpc), get_logger()
@@ -116,6 +128,7 @@ class BlockWriter:
         Raises:
             PacelineError: replay refused a block for good; no later one can be stored in order.
         """
+        request = self._make_request(block)
         with self._changed:
             while self._failure is None and len(self._unacknowledged) >= self._window and not self.complete:
                 if ended():
@@ -125,19 +138,20 @@ class BlockWriter:
                 raise self._failure
             if self.complete:
                 return True  # no further row is wanted
-            self._enqueue(block)
+            self._enqueue(request)
             return True
 
     def close(self, rest: Sequence[Block], seconds: float) -> int:
         """Send what is sealed, and `rest` after it, for at most `seconds`; rows that were not acknowledged."""
+        requests = [self._make_request(block) for block in rest]
         with self._changed:
             if self._failure is None and not self.complete:
-                for block in rest:
-                    self._enqueue(block)
+                for request in requests:
+                    self._enqueue(request)
             self._closing = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._unacknowledged or self._failure is not None, seconds)
-            lost = sum(sealed.block.row_count for sealed in self._unacknowledged)
+            lost = sum(sealed.row_count for sealed in self._unacknowledged)
             self._abandoned.set()
             if self._call is not None:
                 self._call.cancel()
@@ -150,21 +164,27 @@ class BlockWriter:
             )
         return lost
 
-    def _enqueue(self, block: Block) -> None:
+    def _make_request(self, block: Block) -> AppendBulk:
+        """What sends a block, in the form that is smaller, less its place in the order."""
+        compact = None if self._form is None else self._form.encode(block, self._stride)
+        payload = block.data.reshape(-1) if compact is None else compact
         header = rows_pb2.BlockHeader(
             collector_index=self._index,
             collector_incarnation=self._incarnation,
-            sequence=self._next_sequence,
             row_count=block.row_count,
             row_spec_digest=self._spec.digest,
-            sealed_at=timestamp(),
-            checksum=block.checksum(),
+            checksum=checksum_of(payload.data),
+            compact_stride=0 if compact is None else self._stride,
         )
-        head = replay_pb2.AppendRequest(run_id=self._run_id, table=self._table, header=header)
+        return Bulk(replay_pb2.AppendRequest(run_id=self._run_id, table=self._table, header=header), payload)
+
+    def _enqueue(self, request: AppendBulk) -> None:
+        request.head.header.sequence = self._next_sequence
+        request.head.header.sealed_at.CopyFrom(timestamp())
         self._next_sequence += 1
         if not self._unacknowledged:
             self._last_answer = time.monotonic()
-        self._unacknowledged.append(_Sealed(Bulk(head, block.data), block, time.monotonic()))
+        self._unacknowledged.append(_Sealed(request, time.monotonic()))
         self._metrics.blocks_in_flight.set(len(self._unacknowledged))
         self._changed.notify_all()
 
@@ -269,9 +289,10 @@ class BlockWriter:
         self._metrics.append_seconds.observe(self._last_answer - sealed.sealed_at)
         self._metrics.blocks_appended.inc()
         self._metrics.rows_appended.inc(answer.stored_row_count)
-        self._metrics.bytes_appended.inc(answer.stored_row_count * self._spec.row_bytes)
         if answer.duplicate:
             self._metrics.duplicates.inc()
+        else:
+            self._metrics.bytes_appended.inc(sealed.payload_bytes)
         self._backoff.reset()
         if self._outage:
             self._outage = False

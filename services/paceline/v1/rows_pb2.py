@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16paceline/v1/rows.proto\x12\x0bpaceline.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"O\n\x06\x43olumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\tdata_type\x18\x02 \x01(\x0e\x32\x15.paceline.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x03\"/\n\x07RowSpec\x12$\n\x07\x63olumns\x18\x01 \x03(\x0b\x32\x13.paceline.v1.Column\"\x9e\x02\n\x0b\x42lockHeader\x12\x17\n\x0f\x63ollector_index\x18\x01 \x01(\x05\x12\x1d\n\x15\x63ollector_incarnation\x18\x02 \x01(\x05\x12\x10\n\x08sequence\x18\x03 \x01(\x03\x12\x11\n\trow_count\x18\x04 \x01(\x05\x12\x17\n\x0frow_spec_digest\x18\x05 \x01(\x0c\x12-\n\tsealed_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\tstored_at\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08\x63hecksum\x18\x08 \x01(\r\x12\x16\n\x0e\x63ompact_stride\x18\t \x01(\x05\x12\x11\n\tfirst_row\x18\n \x01(\x03*\xeb\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\x02\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x03\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x04\x12\x13\n\x0f\x44\x41TA_TYPE_UINT8\x10\x05\x12\x12\n\x0e\x44\x41TA_TYPE_BOOL\x10\x06\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x07\x12\x14\n\x10\x44\x41TA_TYPE_UINT32\x10\x08\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16paceline/v1/rows.proto\x12\x0bpaceline.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"O\n\x06\x43olumn\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\tdata_type\x18\x02 \x01(\x0e\x32\x15.paceline.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x03\"/\n\x07RowSpec\x12$\n\x07\x63olumns\x18\x01 \x03(\x0b\x32\x13.paceline.v1.Column\"\xa4\x02\n\x0b\x42lockHeader\x12\x17\n\x0f\x63ollector_index\x18\x01 \x01(\x05\x12\x1d\n\x15\x63ollector_incarnation\x18\x02 \x01(\x05\x12\x10\n\x08sequence\x18\x03 \x01(\x03\x12\x11\n\trow_count\x18\x04 \x01(\x05\x12\x17\n\x0frow_spec_digest\x18\x05 \x01(\x0c\x12-\n\tsealed_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\tstored_at\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08\x63hecksum\x18\x0b \x01(\x06\x12\x16\n\x0e\x63ompact_stride\x18\t \x01(\x05\x12\x11\n\tfirst_row\x18\n \x01(\x03J\x04\x08\x08\x10\t*\xeb\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\x02\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x03\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x04\x12\x13\n\x0f\x44\x41TA_TYPE_UINT8\x10\x05\x12\x12\n\x0e\x44\x41TA_TYPE_BOOL\x10\x06\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x07\x12\x14\n\x10\x44\x41TA_TYPE_UINT32\x10\x08\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.rows_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DATATYPE']._serialized_start=492
-  _globals['_DATATYPE']._serialized_end=727
+  _globals['_DATATYPE']._serialized_start=498
+  _globals['_DATATYPE']._serialized_end=733
   _globals['_COLUMN']._serialized_start=72
   _globals['_COLUMN']._serialized_end=151
   _globals['_ROWSPEC']._serialized_start=153
   _globals['_ROWSPEC']._serialized_end=200
   _globals['_BLOCKHEADER']._serialized_start=203
-  _globals['_BLOCKHEADER']._serialized_end=489
+  _globals['_BLOCKHEADER']._serialized_end=495
 # @@protoc_insertion_point(module_scope)

@@ -1,8 +1,4 @@
-"""Rows and blocks: one fixed-width layout for wire, store, ring and batch.
-
-A row is `row_bytes` bytes. Its columns lie at fixed offsets, so a block of N rows is one `[N, row_bytes]` matrix of
-bytes, and a column of it is a strided view that copies nothing. Torch is touched only by `torch_columns`.
-"""
+"""The layout of a row: columns at fixed offsets."""
 
 from __future__ import annotations
 
@@ -10,26 +6,18 @@ import hashlib
 import json
 import math
 import re
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from paceline.errors import BlockError, RowSpecError
-
-if TYPE_CHECKING:
-    import torch
-
-ByteMatrix = npt.NDArray[np.uint8]
+from paceline.errors import RowSpecError
 
 MAX_ROW_BYTES = 64 << 20
 """A row above this is a mistake, or an attack: refused before anything is allocated."""
 MAX_COLUMN_COUNT = 256
-MAX_BLOCK_BYTES = 256 << 20
 DIGEST_BYTES = 16
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
@@ -99,7 +87,7 @@ class RowSpec:
         """Byte offset of each column within a row."""
         offsets, end = {}, 0
         for column in self.columns:
-            end = _round_up(end, max(4, NUMPY_TYPES[column.dtype].itemsize))
+            end = round_up(end, max(4, NUMPY_TYPES[column.dtype].itemsize))
             offsets[column.name] = end
             end += column.nbytes
         return offsets
@@ -108,7 +96,7 @@ class RowSpec:
     def row_bytes(self) -> int:
         """Bytes of one row, padding included."""
         last = self.columns[-1]
-        return _round_up(self.offsets[last.name] + last.nbytes, 8)
+        return round_up(self.offsets[last.name] + last.nbytes, 8)
 
     @cached_property
     def digest(self) -> bytes:
@@ -154,9 +142,11 @@ class RowSpec:
 
 
 def transition_spec(observation: Column, action: Column, *, reward_dtype: str = "float32") -> RowSpec:
-    """The row of one environment step, as Paceline's collectors fill it (DESIGN: row and stamps).
+    """The row of one environment step, or of n of them, as Paceline's collectors fill it.
 
-    `observation` and `action` give dtype and shape; `next_observation` is laid out like `observation`.
+    `observation` and `action` give dtype and shape; `next_observation` is laid out like `observation`. Of n steps
+    `reward` is their discounted sum, `next_observation`, `terminated` and `truncated` are of the last one, the stamps
+    of the first; what follows is discounted by gamma to the power of `step_count`.
     """
     return RowSpec(
         (
@@ -174,111 +164,45 @@ def transition_spec(observation: Column, action: Column, *, reward_dtype: str = 
             # (collector_index, collector_incarnation, episode) names a trajectory, across restarts too.
             Column("episode", "int64"),
             Column("collector_incarnation", "int32"),
+            # Environment steps that the row spans: fewer than the algorithm's n where an episode ended.
+            Column("step_count", "int32"),
             Column("terminated", "bool"),
             Column("truncated", "bool"),
         )
     )
 
 
-@dataclass(frozen=True)
-class Block:
-    """N rows in one contiguous `[N, row_bytes]` byte matrix."""
+def unroll_spec(observation: Column, action: Column, length: int, *, reward_dtype: str = "float32") -> RowSpec:
+    """The row of `length` consecutive steps of one environment and the observation after them.
 
-    spec: RowSpec
-    data: ByteMatrix
-
-    @classmethod
-    def empty(cls, spec: RowSpec, row_count: int) -> Block:
-        """A block of zeroed rows to be filled through `columns`."""
-        if row_count < 1 or row_count * spec.row_bytes > MAX_BLOCK_BYTES:
-            raise BlockError(
-                f"a block of {row_count} rows of {spec.row_bytes} bytes: expected 1 row or more "
-                f"and at most {MAX_BLOCK_BYTES} bytes"
-            )
-        return cls(spec, np.zeros((row_count, spec.row_bytes), np.uint8))
-
-    @classmethod
-    def from_bytes(
-        cls,
-        spec: RowSpec,
-        payload: bytes | memoryview,
-        *,
-        row_count: int,
-        digest: bytes,
-        checksum: int | None = None,
-    ) -> Block:
-        """View `payload` as a block, without a copy, after checking that it is one.
-
-        Raises:
-            RowSpecError: the digest is another spec's.
-            BlockError: the length is not `row_count` rows, or the checksum differs.
-        """
-        spec.require_digest(digest)
-        size = len(payload)
-        if row_count < 1 or size != row_count * spec.row_bytes or size > MAX_BLOCK_BYTES:
-            raise BlockError(
-                f"a block says {row_count} rows and holds {size} bytes: expected "
-                f"{max(row_count, 1) * spec.row_bytes} bytes, {spec.row_bytes} a row, at most {MAX_BLOCK_BYTES}"
-            )
-        if checksum is not None and zlib.crc32(payload) != checksum:
-            raise BlockError(
-                f"a block of {row_count} rows has checksum {zlib.crc32(payload):#010x}: "
-                f"expected {checksum:#010x}; its bytes were damaged on the way or in the store"
-            )
-        return cls(spec, np.frombuffer(payload, np.uint8).reshape(row_count, spec.row_bytes))
-
-    @property
-    def row_count(self) -> int:
-        """Rows in the block."""
-        return len(self.data)
-
-    @property
-    def columns(self) -> npt.NDArray[Any]:
-        """All columns as one structured view: `block.columns["reward"]` is `[N]`, and writes go to the block."""
-        return numpy_columns(self.spec, self.data)
-
-    def checksum(self) -> int:
-        """CRC-32 of the bytes."""
-        return zlib.crc32(self.data.data)
-
-    def first(self, row_count: int) -> Block:
-        """The first `row_count` rows, sharing memory."""
-        return Block(self.spec, self.data[:row_count])
-
-
-def numpy_columns(spec: RowSpec, data: ByteMatrix) -> npt.NDArray[Any]:
-    """View `[N, row_bytes]` bytes as `[N]` records; fields are strided views that copy nothing."""
-    return data.view(spec.dtype).reshape(len(data))
-
-
-def torch_columns(spec: RowSpec, data: torch.Tensor, names: Sequence[str] | None = None) -> Mapping[str, torch.Tensor]:
-    """View an `[N, row_bytes]` uint8 tensor as columns `[N, *shape]`, on any device, copying nothing.
-
-    One host-to-device copy of `data` therefore moves all columns.
+    `observation` has one entry more than the others: step t goes from observation t to observation t + 1, and
+    observation 0 of an unroll is the last one of the unroll before it. An unroll may cross episodes: behind the last
+    step of an episode, terminated or truncated, follows one step that is not `valid`, from the episode's real last
+    observation to the first of the next. So a truncated step t bootstraps from observation t + 1 like any other. In a
+    step that is not valid nothing was done: its action, reward and log-density are 0, it must not enter a loss, and no
+    trace and no discount reach across it.
     """
-    import torch
-
-    columns: dict[str, torch.Tensor] = {}
-    for column in spec.columns if names is None else [spec[name] for name in names]:
-        offset = spec.offsets[column.name]
-        window = data[:, offset : offset + column.nbytes].view(getattr(torch, column.dtype))
-        columns[column.name] = window.unflatten(1, column.shape) if column.shape else window[:, 0]
-    return columns
-
-
-def find_non_finite(block: Block) -> str | None:
-    """The name of the first floating column of the block that holds a NaN or an infinity, or None."""
-    for column in block.spec.columns:
-        if column.dtype not in FLOATING_TYPES:
-            continue
-        values = block.columns[column.name]
-        if column.dtype == "bfloat16":  # widened by hand: exponent bits all set means not finite
-            if bool(((values & 0x7F80) == 0x7F80).any()):
-                return column.name
-        elif not bool(np.isfinite(values).all()):
-            return column.name
-    return None
+    steps = (length,)
+    return RowSpec(
+        (
+            Column("observation", observation.dtype, (length + 1, *observation.shape)),
+            Column("action", action.dtype, (length, *action.shape)),
+            Column("reward", reward_dtype, steps),
+            Column("behaviour_log_prob", "float32", steps),
+            Column("policy_version", "int64", steps),
+            Column("policy_learner_step", "int64", steps),
+            Column("collected_at", "float64", steps),
+            Column("episode", "int64", steps),
+            Column("policy_incarnation", "int32", steps),
+            Column("collector_index", "int32"),
+            Column("collector_incarnation", "int32"),
+            Column("valid", "bool", steps),
+            Column("terminated", "bool", steps),
+            Column("truncated", "bool", steps),
+        )
+    )
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
