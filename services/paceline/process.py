@@ -85,6 +85,22 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
+def dying_with_parent(command: list[str]) -> list[str]:
+    """The command that runs `command`, a path and its arguments, and has the kernel end it when its parent ends.
+
+    Linux only; elsewhere `command` itself. A `preexec_fn` would do it in a fork of this process, which may not be
+    forked: its gRPC threads are not in the child, whose locks they hold.
+    """
+    if sys.platform != "linux":
+        return command
+    program = (
+        "import ctypes, os, signal, sys\n"
+        "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    return [sys.executable, "-I", "-S", "-c", program, *command]
+
+
 def require_python(version: tuple[int, ...] = sys.version_info[:3]) -> str | None:
     """What is wrong with this Python, or None."""
     if version[:2] < MIN_PYTHON:

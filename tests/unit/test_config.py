@@ -176,6 +176,7 @@ def test_a_password_under_a_misspelt_key_is_in_no_error(override):
         ("redis://me:p@w@store:1", "redis://me:***@store:1"),
         ("redis://me:p/w@store:1", "redis://me:***@store:1"),
         ("redis://store:1/0?password=pw&db=3", "redis://store:1/0?password=***&db=3"),
+        ("rediss://store?ssl_password=pw&db=3", "rediss://store?ssl_password=***&db=3"),
     ],
 )
 def test_only_the_password_of_a_url_is_hidden(url, shown):

@@ -2,6 +2,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +86,25 @@ def test_an_old_python_is_named_with_what_is_needed():
     assert sentence is not None
     assert "3.10.12" in sentence
     assert "3.11" in sentence
+
+
+def test_a_command_dies_with_its_parent():
+    program = "import subprocess, sys; from paceline.process import dying_with_parent as d; "
+    program += "print(subprocess.Popen(d(['/bin/sleep', '600'])).pid, flush=True); input()"
+    parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    until = time.monotonic() + 10
+    while Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[0] != b"/bin/sleep":
+        assert time.monotonic() < until
+    parent.kill()
+    parent.communicate()
+    while _state_of(child) not in (None, "Z"):
+        assert time.monotonic() < until, "the command outlived its parent"
+
+
+def _state_of(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return None

