@@ -184,3 +184,102 @@ def test_when_no_row_will_come_any_more_samples_run_free():
 def test_ratio_and_window_come_together():
     with pytest.raises(ConfigError, match="expected both"):
         settings(window_rows=None)
+
+
+@given(
+    ratio=st.sampled_from([None, 2.0]),
+    bound=st.integers(1, 3),
+    capacity=st.integers(4, 40),
+    turns=st.lists(st.tuples(st.sampled_from(["insert", "sample", "consume"]), st.integers(1, 12)), max_size=80),
+)
+def test_room_and_draws_bound_both_sides_as_a_plain_count_does(ratio, bound, capacity, turns):
+    batch = 3
+    inserted = sampled = consumed = 0  # the oracle's
+    limiter = Limiter(
+        "t",
+        settings(min_rows=2, samples_per_insert=ratio, window_rows=ratio and 60.0),
+        room=lambda: capacity - (inserted - consumed),
+        drawable=lambda: inserted * bound - sampled,
+    )
+    for turn, rows in turns:
+        deviation = 0 if ratio is None else (inserted - 2) * ratio - sampled
+        if turn == "insert":
+            may = inserted - consumed + rows <= capacity and deviation + rows * (ratio or 0) <= 30
+            assert try_insert(limiter, rows) == may
+            inserted += rows * may
+        elif turn == "sample":
+            granted = limiter.grant_samples(batch, rows, never, wait=False)
+            by_ratio = math.inf if ratio is None else (deviation + 30) // batch
+            by_draws = (inserted * bound - sampled) // batch
+            assert granted == (max(0, min(rows, by_ratio, by_draws)) if inserted >= 2 else 0)
+            drawn = granted // 2 * batch  # the others turned out not to be there
+            limiter.settle_samples(granted * batch, drawn)
+            sampled += drawn
+        else:
+            consumed = min(inserted, consumed + rows)
+        assert (limiter.inserted, limiter.sampled) == (inserted, sampled)
+
+
+def test_room_is_not_given_twice_to_rows_set_aside():
+    limiter = Limiter("q", settings(), inserted=100, room=lambda: 10)
+    limiter.reserve_insert(6, never)
+    assert not try_insert(limiter, 5)
+    assert try_insert(limiter, 4)
+
+
+def test_granted_draws_are_not_granted_again_until_they_are_settled():
+    limiter = Limiter("t", settings(samples_per_insert=None, window_rows=None), inserted=100, drawable=lambda: 100)
+    assert limiter.grant_samples(30, 2, never) == 2
+    assert limiter.grant_samples(30, 2, never, wait=False) == 1
+    limiter.settle_samples(90, 0)
+    assert limiter.sampled == 0
+    assert limiter.grant_samples(30, 9, never, wait=False) == 3
+
+
+@pytest.mark.parametrize("side", ["insert", "sample"])
+def test_a_side_that_waits_for_room_or_rows_goes_on_when_the_limiter_is_woken(side):
+    free = [0]
+    limiter = Limiter(
+        "t",
+        settings(samples_per_insert=None, window_rows=None),
+        inserted=100,
+        room=lambda: free[0],
+        drawable=lambda: free[0],
+    )
+    started, done = threading.Event(), threading.Event()
+
+    def ended() -> None:
+        started.set()
+
+    def wait() -> None:
+        if side == "insert":
+            limiter.reserve_insert(8, ended)
+        else:
+            limiter.grant_samples(8, 1, ended)
+        done.set()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    assert started.wait(SECONDS)
+    assert not done.is_set()
+    free[0] = 8
+    limiter.wake()
+    assert done.wait(SECONDS)
+    thread.join(SECONDS)
+
+
+def test_a_wait_for_room_or_for_rows_says_how_much_there_is():
+    limiter = Limiter("q", settings(deadline_seconds=0.01), inserted=110, room=lambda: 3, drawable=lambda: 20)
+    with pytest.raises(LimiterTimeoutError, match=r"'q' .* a block of 5 rows, and there is room for 3 .* to consume"):
+        limiter.reserve_insert(5, never)
+    with pytest.raises(LimiterTimeoutError, match=r"'q' .* 20 draws are left .*max_times_sampled.* batch needs 32"):
+        limiter.grant_samples(32, 1, never)
+
+
+def test_rows_that_a_follower_sampled_count_once_and_never_less():
+    limiter = Limiter("t", settings(), inserted=225)
+    assert not try_insert(limiter, 1)
+    limiter.raise_sampled(4)
+    assert try_insert(limiter, 1)
+    limiter.raise_sampled(2)
+    assert limiter.sampled == 4

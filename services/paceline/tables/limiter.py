@@ -3,6 +3,9 @@
 Let deviation = (inserted - min_rows) * samples_per_insert - sampled, in sampled rows. It is kept within half a window
 to either side of 0: inserts wait at the upper edge, samples at the lower one, and samples wait for `min_rows` first.
 When the table has all the rows it will ever get, samples run free: no insert could release them any more.
+
+Two more bounds may hold a side back: inserts wait for room (a queue that is full), samples for rows that may still be
+drawn (`max_times_sampled`). Whoever moves one of these calls `wake`.
 """
 
 from __future__ import annotations
@@ -18,6 +21,12 @@ from paceline.errors import ConfigError, InvalidInputError, LimiterTimeoutError,
 
 Ended = Callable[[], PacelineError | None]
 """Why a wait must end now (the caller is gone, the service stops), or None."""
+Bound = Callable[[], int | None]
+"""Rows that may pass now, or None: any number."""
+
+
+def _unbounded() -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -57,12 +66,25 @@ class LimiterSettings:
 class Limiter:
     """The limiter of one table, shared by all its streams. Waits end at the deadline, at `ended`, or when released."""
 
-    def __init__(self, table: str, settings: LimiterSettings, *, inserted: int = 0, sampled: int = 0) -> None:
+    def __init__(
+        self,
+        table: str,
+        settings: LimiterSettings,
+        *,
+        inserted: int = 0,
+        sampled: int = 0,
+        room: Bound = _unbounded,
+        drawable: Bound = _unbounded,
+    ) -> None:
+        """`room`: rows that fit before others leave; `drawable`: draws left. Both are called with a lock held."""
         self.settings = settings
-        self._table = table
+        self._table, self._room, self._drawable = table, room, drawable
         self._changed = threading.Condition()
         self._inserted, self._sampled = inserted, sampled
         self._reserved = 0
+        """Rows that may be inserted and are not yet."""
+        self._granted = 0
+        """Rows that may be sampled and are not yet, where `drawable` counts them."""
         self._complete = False
 
     @property
@@ -90,7 +112,7 @@ class Limiter:
                 f"{int(window / ratio)} rows, what limiter.window_rows = {window:g} lets pass at once"
             )
         with self._changed:
-            self._wait(lambda: self._missing_samples(row_count) <= 0, lambda: self._why_insert(row_count), ended)
+            self._wait(lambda: self._may_insert(row_count), lambda: self._why_insert(row_count), ended)
             self._reserved += row_count
 
     def settle_insert(self, reserved: int, stored: int) -> None:
@@ -103,7 +125,8 @@ class Limiter:
     def grant_samples(self, batch_size: int, batch_count: int, ended: Ended, *, wait: bool = True) -> int:
         """How many of `batch_count` batches may be sampled now; they count as sampled.
 
-        Waits for the first one, unless `wait` is False: then the answer may be 0.
+        Waits for the first one, unless `wait` is False: then the answer may be 0. Where the table's draws are bounded,
+        `settle_samples` must follow.
 
         Raises:
             InvalidInputError: no state of the window would let such a batch pass.
@@ -121,8 +144,23 @@ class Limiter:
             granted = int(min(batch_count, self._free_batches(batch_size)))
             if granted:
                 self._sampled += granted * batch_size
+                self._granted += granted * batch_size
                 self._changed.notify_all()
             return granted
+
+    def settle_samples(self, granted: int, drawn: int) -> None:
+        """Of `granted` rows `drawn` were drawn; the others do not count as sampled."""
+        with self._changed:
+            self._granted -= granted
+            self._sampled -= granted - drawn
+            self._changed.notify_all()
+
+    def raise_sampled(self, sampled: int) -> None:
+        """Have at least so many rows count as sampled: a follower that draws from its own copy reports them."""
+        with self._changed:
+            if sampled > self._sampled:
+                self._sampled = sampled
+                self._changed.notify_all()
 
     def restore(self, *, inserted: int, sampled: int | None = None) -> None:
         """Set the counters to what the record says (None: leave it); the settings stay as they are configured."""
@@ -142,6 +180,13 @@ class Limiter:
         with self._changed:
             self._changed.notify_all()
 
+    def _may_insert(self, row_count: int) -> bool:
+        return self._missing_samples(row_count) <= 0 and self._fits(row_count)
+
+    def _fits(self, row_count: int) -> bool:
+        room = self._room()
+        return room is None or self._reserved + row_count <= room
+
     def _missing_samples(self, row_count: int) -> float:
         """Sampled rows that must come before a block of `row_count` rows may pass; 0 or less: it may."""
         ratio, window = self.settings.samples_per_insert, self.settings.window_rows
@@ -151,6 +196,13 @@ class Limiter:
         return (inserted - self.settings.min_rows) * ratio - self._sampled - window / 2
 
     def _free_batches(self, batch_size: int) -> float:
+        return min(self._batches_of_ratio(batch_size), self._batches_of_draws(batch_size))
+
+    def _batches_of_draws(self, batch_size: int) -> float:
+        drawable = self._drawable()
+        return math.inf if drawable is None else max(0, (drawable - self._granted) // batch_size)
+
+    def _batches_of_ratio(self, batch_size: int) -> float:
         if self._complete:
             return math.inf
         if self._inserted < self.settings.min_rows:
@@ -173,10 +225,15 @@ class Limiter:
             self._changed.wait(seconds)
 
     def _why_insert(self, row_count: int) -> str:
+        waited = f"append to table {self._table!r} was held back for {self.settings.deadline_seconds:g} s: "
+        if not self._fits(row_count):
+            return (
+                f"{waited}a block of {row_count} rows, and there is room for {self._room()} until rows that wait are "
+                "consumed. It waits for the learner to consume; ask again"
+            )
         return (
-            f"append to table {self._table!r} was held back for {self.settings.deadline_seconds:g} s: "
-            f"{self._inserted} rows are inserted and {self._sampled} sampled; before {row_count} more rows fit, "
-            f"{math.ceil(self._missing_samples(row_count))} rows must be sampled "
+            f"{waited}{self._inserted} rows are inserted and {self._sampled} sampled; before {row_count} more rows "
+            f"fit, {math.ceil(self._missing_samples(row_count))} rows must be sampled "
             f"(samples_per_insert {self.settings.samples_per_insert:g}, window {self.settings.window_rows:g} rows). "
             "It waits for the learner to sample; ask again"
         )
@@ -187,6 +244,11 @@ class Limiter:
             return (
                 f"{waited}{self._inserted} of the {self.settings.min_rows} rows needed before the first sample are "
                 "inserted. It waits for collectors to append; ask again"
+            )
+        if self._batches_of_ratio(batch_size) > 0:
+            return (
+                f"{waited}{self._drawable()} draws are left of the rows it holds (max_times_sampled), and a batch "
+                f"needs {batch_size}. It waits for collectors to append; ask again"
             )
         return (
             f"{waited}{self._inserted} rows are inserted and {self._sampled} sampled, and a batch of {batch_size} "

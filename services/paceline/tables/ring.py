@@ -1,26 +1,32 @@
-"""A ring of packed rows in memory, filled and emptied by whole blocks.
+"""A ring of packed rows, filled and emptied by whole blocks.
 
-Rows have absolute numbers that only grow; row `a` lies at physical row `a % physical_rows`. There are more physical
-rows than the ring may hold: the difference is a gap ahead of the write position in which rows that have just left stay
-intact for a while. A gather runs without a lock, so it checks afterwards that no row it read could have been
-overwritten meanwhile, and draws again if one could. A torn row is therefore never returned.
+A row's key is how many rows its table had ever got before it; row `key` lies at place `key % physical_rows`. Keys that
+a block skips are a hole: rows that exist nowhere. There are more places than rows that the ring may hold: the
+difference is a gap ahead of the write position in which rows that have just left stay intact for a while. A gather runs
+without a lock, so it checks afterwards that no row it read could have been overwritten meanwhile, and draws others for
+those that could. A torn row is therefore never returned.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.errors import BlockError, NotFoundError
+from paceline.errors import BlockError
 from paceline.rows import ByteMatrix
 
-Draw = Callable[[int, int], npt.NDArray[np.int64]]
-"""`draw(row_count, n)` gives n offsets of rows, 0 (the oldest) to row_count - 1."""
+Keys = npt.NDArray[np.int64]
+Seconds = npt.NDArray[np.float64]
+At = slice | npt.NDArray[np.int64]
+
+Draw = Callable[[int, At], Keys]
+"""`draw(n, at)` gives n keys of rows that the ring holds, for the places `at` of a batch. Called with the lock held."""
 
 GAP_ROWS = 8192
 """Smallest gap of a large ring: several blocks, so that a gather of a millisecond is hardly ever overtaken."""
@@ -30,130 +36,290 @@ LOCKED_AFTER = 8
 """After so many overtaken gathers the next one holds writers back, so that a gather always ends."""
 
 
-@dataclass(frozen=True)
-class _Held:
-    number: int
-    start: int
-    row_count: int
+class RowStore(Protocol):
+    """Places for rows, in host memory or elsewhere. A write never runs beyond the last place."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes set aside."""
+
+    def write(self, position: int, rows: ByteMatrix) -> None:
+        """Put `rows` at `position` and the places after it."""
+
+    def gather(self, index: npt.NDArray[np.int64], out: Any) -> None:
+        """Copy the rows at the places `index`, `[n]`, to `out`, `[n, row_bytes]`, of the store's kind of array."""
+
+    def read(self, position: int, count: int) -> ByteMatrix:
+        """A copy of `count` rows from `position` on."""
+
+
+class HostRows:
+    """Rows in the process's own memory."""
+
+    def __init__(self, row_count: int, row_bytes: int) -> None:
+        self._rows: ByteMatrix = np.empty((row_count, row_bytes), np.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes set aside."""
+        return self._rows.nbytes
+
+    def write(self, position: int, rows: ByteMatrix) -> None:
+        """Put `rows` at `position` and the places after it."""
+        self._rows[position : position + len(rows)] = rows
+
+    def gather(self, index: npt.NDArray[np.int64], out: ByteMatrix) -> None:
+        """Copy the rows at the places `index` to `out`."""
+        # mode="clip" spares numpy a second, checked buffer; it lets the interpreter lock go.
+        np.take(self._rows, index, axis=0, out=out, mode="clip")
+
+    def read(self, position: int, count: int) -> ByteMatrix:
+        """A copy of `count` rows from `position` on."""
+        return self._rows[position : position + count].copy()
+
+
+def gap_rows_of(capacity_rows: int) -> int:
+    """Places that a ring of `capacity_rows` rows has beyond them."""
+    return min(capacity_rows, max(GAP_ROWS, capacity_rows // GAP_SHARE))
+
+
+def _stay(first_row: int, end_row: int) -> None:
+    pass
 
 
 class Ring:
-    """The newest blocks that fit `capacity_rows` together. One writer at a time, any number of readers."""
+    """The newest blocks whose keys span at most `capacity_rows`. One writer at a time, any number of readers."""
 
-    def __init__(self, row_bytes: int, capacity_rows: int, gap_rows: int | None = None) -> None:
-        if gap_rows is None:
-            gap_rows = min(capacity_rows, max(GAP_ROWS, capacity_rows // GAP_SHARE))
-        self.capacity_rows = capacity_rows
-        self._physical_rows = capacity_rows + gap_rows
-        self._rows: ByteMatrix = np.empty((self._physical_rows, row_bytes), np.uint8)
-        self._lock = threading.Lock()
-        self._blocks: deque[_Held] = deque()
-        self._first = self._end = 0
+    def __init__(
+        self,
+        rows: RowStore,
+        physical_rows: int,
+        capacity_rows: int,
+        *,
+        on_leave: Callable[[int, int], None] = _stay,
+    ) -> None:
+        """`on_leave(first_row, end_row)` is told, with the lock held, of rows that leave."""
+        self.capacity_rows, self.physical_rows = capacity_rows, physical_rows
+        self.lock = threading.Lock()
+        """Held for draws and for changes of what the ring holds, never for a copy of rows."""
+        self._rows, self._on_leave = rows, on_leave
+        self._stored_at: Seconds = np.empty(physical_rows, np.float64)
+        self._blocks: deque[tuple[int, int]] = deque()
+        """First and end key of each block held."""
+        self._runs: deque[tuple[int, int]] = deque()
+        """The same, neighbours joined: more than one where there are holes."""
+        self.first_row = 0
+        """Key of the oldest row held; `end_row` when there is none."""
+        self.end_row = 0
+        """Key of the next row."""
+        self.row_count = 0
+        """Rows held."""
         self._written_to = 0
-        """End of the rows that a write has touched or announced; ahead of `_end` while one is under way."""
-
-    @property
-    def row_count(self) -> int:
-        """Rows that can be drawn now."""
-        with self._lock:
-            return self._end - self._first
-
-    @property
-    def block_count(self) -> int:
-        """Blocks held now."""
-        return len(self._blocks)
-
-    @property
-    def first_block(self) -> int | None:
-        """Number of the oldest block, or None when there is none."""
-        with self._lock:
-            return self._blocks[0].number if self._blocks else None
+        """End of the keys whose places a write has touched or announced; ahead of `end_row` while one is under way."""
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes set aside for rows, gap included."""
-        return self._rows.nbytes
+        """Bytes set aside, gap included."""
+        return self._rows.nbytes + self._stored_at.nbytes
 
-    def removed_by(self, row_count: int) -> int:
-        """How many of the oldest blocks leave when a block of `row_count` rows comes.
-
-        Raises:
-            BlockError: it would not fit an empty ring.
-        """
+    def require_fits(self, row_count: int) -> None:
+        """Raise BlockError if a block of `row_count` rows would not fit an empty ring."""
         if row_count > self.capacity_rows:
             raise BlockError(f"a block of {row_count} rows: expected at most capacity_rows, {self.capacity_rows}")
-        excess, count = self._end - self._first + row_count - self.capacity_rows, 0
-        for held in self._blocks:
-            if excess <= 0:
-                break
-            excess -= held.row_count
-            count += 1
-        return count
 
-    def first_block_after(self, row_count: int) -> int | None:
-        """Number of the block that will be the oldest when a block of `row_count` rows has come; None: the new one."""
-        removed = self.removed_by(row_count)
-        return self._blocks[removed].number if removed < len(self._blocks) else None
+    def first_row_after(self, row_count: int) -> int:
+        """Key of the oldest row when a block of `row_count` rows has come at `end_row`. Raises as `require_fits`."""
+        self.require_fits(row_count)
+        with self.lock:
+            horizon = self.end_row + row_count - self.capacity_rows
+            return next((first for first, _ in self._blocks if first >= horizon), self.end_row)
 
-    def append(self, number: int, rows: ByteMatrix) -> list[int]:
-        """Add a block, `[n, row_bytes]`; gives the numbers of the blocks that left for it.
+    def append(
+        self,
+        first_row: int,
+        rows: ByteMatrix,
+        *,
+        stored_at: float | Seconds,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Add a block, `[n, row_bytes]`, whose keys begin at `first_row`; the oldest blocks leave for it.
+
+        Args:
+            first_row: `end_row`, or above it where keys are skipped.
+            stored_at: seconds, of the block or of each row.
+            then: called with the lock held as the rows become drawable.
 
         Raises:
-            BlockError: it has more rows than the capacity, or its number does not follow.
+            BlockError: it has more rows than the capacity, or its keys do not follow.
         """
         row_count = len(rows)
-        if self._blocks and number <= self._blocks[-1].number:
-            raise BlockError(f"block {number} after block {self._blocks[-1].number}: numbers must grow")
-        with self._lock:
-            removed = [self._blocks.popleft() for _ in range(self.removed_by(row_count))]
-            if removed:
-                self._first = removed[-1].start + removed[-1].row_count
-            start = self._end
-            self._written_to = start + row_count
-        self._copy_in(start, rows)
-        with self._lock:
-            self._end = start + row_count
-            self._blocks.append(_Held(number, start, row_count))
-        return [held.number for held in removed]
+        self.require_fits(row_count)
+        if first_row < self.end_row:
+            raise BlockError(
+                f"a block with first row {first_row}: expected {self.end_row} or above, the rows before it are known"
+            )
+        end = first_row + row_count
+        with self.lock:
+            self._leave_before(end - self.capacity_rows, whole_blocks=True)
+            self._written_to = end
+        self._copy_in(first_row, rows, stored_at)
+        with self.lock:
+            if row_count:
+                self.row_count += row_count
+                self._blocks.append((first_row, end))
+                joined = self._runs and self._runs[-1][1] == first_row
+                self._runs.append((self._runs.pop()[0] if joined else first_row, end))
+            self.end_row = end
+            self.first_row = self._blocks[0][0] if self._blocks else end
+            if then is not None:
+                then()
 
-    def sample(self, draw: Draw, out: ByteMatrix) -> None:
-        """Fill `out`, `[n, row_bytes]`, with rows that `draw` chooses, each whole and live when it was drawn.
+    def set_end(self, row: int) -> None:
+        """Have the next block begin at `row` or above it: the keys from `end_row` to it are a hole."""
+        with self.lock:
+            if row > self.end_row:
+                self._leave_before(row - self.capacity_rows, whole_blocks=True)
+                self.end_row = self._written_to = row
+                self.first_row = self._blocks[0][0] if self._blocks else row
 
-        Raises:
-            NotFoundError: the ring is empty.
+    def drop_before(self, row: int) -> None:
+        """Have every row before `row` leave, from within a block too."""
+        with self.lock:
+            self._leave_before(row, whole_blocks=False)
+
+    def sample(self, draw: Draw, out: Any, stored_at: Seconds | None = None) -> Keys:
+        """Fill `out`, `[n, row_bytes]`, with rows that `draw` chooses, each whole and held when it was drawn.
+
+        Args:
+            stored_at: `[n]`, filled with the seconds of each row where it is given.
+
+        Returns:
+            Their keys. Raises what `draw` does.
+        """
+        with self.lock:
+            keys, base, first_row = draw(len(out), slice(None)), self._base(), self.first_row
+        for _ in range(LOCKED_AFTER):
+            self._gather(keys, base, out, stored_at)
+            with self.lock:
+                # All that was held is intact as a rule, and then no key need be looked at.
+                if first_row >= self._written_to - self.physical_rows or not self._replace_overtaken(draw, keys):
+                    return keys
+                base, first_row = self._base(), int(keys.min())
+        with self.lock:
+            # No write is announced while the lock is held, and one that is under way touches no row that is held.
+            self._replace_overtaken(draw, keys)
+            self._gather(keys, self._base(), out, stored_at)
+            return keys
+
+    def read(
+        self, first_row: int, max_rows: int, narrow: Callable[[int, int], tuple[int, int]] | None = None
+    ) -> tuple[int, ByteMatrix, Seconds]:
+        """A copy of up to `max_rows` rows with consecutive keys, from the first one held at or after `first_row`.
+
+        Args:
+            narrow: gives the first run of rows, as first and end key, that are to be read of those between two keys;
+                called with the lock held.
+
+        Returns:
+            The key of the first of them, the rows, and when each was stored. No rows: the key of the next one to come.
         """
         for _ in range(LOCKED_AFTER):
-            with self._lock:
-                first, row_count = self._first, self._end - self._first
-            lowest = self._gather(first, row_count, draw, out)
-            with self._lock:
-                intact = lowest >= self._written_to - self._physical_rows
-            if intact:
-                return
-        with self._lock:
-            # No write is announced while the lock is held, but one may be under way: rows that it can touch are out.
-            first = max(self._first, self._written_to - self._physical_rows)
-            self._gather(first, self._end - first, draw, out)
+            with self.lock:
+                first, end = self._find_run(first_row, max_rows, narrow)
+            found = self._copy_out(first, end)
+            with self.lock:
+                if first >= self._written_to - self.physical_rows:
+                    return first, *found
+        with self.lock:
+            first, end = self._find_run(first_row, max_rows, narrow)
+            return first, *self._copy_out(first, end)
 
-    def blocks_after(self, number: int) -> Iterator[tuple[int, ByteMatrix]]:
-        """Number and a copy of the rows of every block after `number`, oldest first. Call where no write can be."""
-        for held in list(self._blocks):
-            if held.number > number:
-                index = np.arange(held.start, held.start + held.row_count) % self._physical_rows
-                yield held.number, self._rows[index]
+    def held(self, first_row: int, row_count: int) -> npt.NDArray[np.bool_]:
+        """Which of so many keys are of rows that are held. Call with the lock held."""
+        held = np.zeros(row_count, np.bool_)
+        for first, end in self._runs:
+            held[max(0, first - first_row) : max(0, end - first_row)] = True
+        return held
 
-    def _gather(self, first: int, row_count: int, draw: Draw, out: ByteMatrix) -> int:
-        if row_count < 1:
-            raise NotFoundError("the ring is empty")
-        offsets = draw(row_count, len(out))
-        index = offsets + first % self._physical_rows
-        index -= (index >= self._physical_rows) * self._physical_rows
-        # mode="clip" spares numpy a second, checked buffer; it lets the interpreter lock go.
-        np.take(self._rows, index, axis=0, out=out, mode="clip")
-        return first + int(offsets.min())
+    def keys_at(self, offsets: Keys) -> Keys:
+        """Keys of the rows that so many held rows are older than. Call with the lock held."""
+        if len(self._runs) == 1:
+            offsets += self.first_row
+            return offsets
+        firsts = np.array([first for first, _ in self._runs], np.int64)
+        ends = np.cumsum([end - first for first, end in self._runs])
+        run = np.searchsorted(ends, offsets, side="right")
+        # A row's offset within its run, added to the key that the run begins with.
+        keys: Keys = offsets - (ends - np.diff(ends, prepend=0))[run] + firsts[run]
+        return keys
 
-    def _copy_in(self, start: int, rows: ByteMatrix) -> None:
-        begin = start % self._physical_rows
-        until_wrap = min(len(rows), self._physical_rows - begin)
-        self._rows[begin : begin + until_wrap] = rows[:until_wrap]
-        self._rows[: len(rows) - until_wrap] = rows[until_wrap:]
+    def _leave_before(self, row: int, *, whole_blocks: bool) -> None:
+        """Have rows before `row` leave; of the block that it lies in, `whole_blocks`: all of them."""
+        blocks, first = self._blocks, self.first_row
+        leave = first
+        while blocks and blocks[0][0] < row:
+            begin, end = blocks.popleft()
+            leave = end if whole_blocks else min(end, row)
+            self.row_count -= leave - begin
+            if leave < end:
+                blocks.appendleft((leave, end))
+        while self._runs and self._runs[0][0] < leave:
+            _, end = self._runs.popleft()
+            if end > leave:
+                self._runs.appendleft((leave, end))
+        if leave > first:
+            self._on_leave(first, leave)
+            self.first_row = blocks[0][0] if blocks else self.end_row
+
+    def _base(self) -> int:
+        """A multiple of `physical_rows` at most as many rows below every intact key."""
+        lowest = max(0, self._written_to - self.physical_rows)
+        return lowest - lowest % self.physical_rows
+
+    def _replace_overtaken(self, draw: Draw, keys: Keys) -> bool:
+        """Draw other rows for those whose places a write may have touched; whether there were any."""
+        overtaken = np.flatnonzero(keys < self._written_to - self.physical_rows)
+        if len(overtaken):
+            keys[overtaken] = draw(len(overtaken), overtaken)
+        return len(overtaken) > 0
+
+    def _gather(self, keys: Keys, base: int, out: Any, stored_at: Seconds | None) -> None:
+        index = keys - base
+        # Below 2 * physical_rows. As unsigned numbers, what would be negative is large: the smaller one is the place.
+        wrapped = index - self.physical_rows
+        np.minimum(index.view(np.uint64), wrapped.view(np.uint64), out=index.view(np.uint64))
+        self._rows.gather(index, out)
+        if stored_at is not None:
+            np.take(self._stored_at, index, out=stored_at, mode="clip")
+
+    def _find_run(
+        self, first_row: int, max_rows: int, narrow: Callable[[int, int], tuple[int, int]] | None
+    ) -> tuple[int, int]:
+        at = bisect_right(self._runs, first_row, key=lambda run: run[1])
+        for first, end in list(self._runs)[at:]:
+            first = max(first, first_row)
+            if narrow is not None:
+                first, end = narrow(first, end)
+            if first < end:
+                return first, min(end, first + max_rows)
+        none = max(first_row, self.end_row)
+        return none, none
+
+    def _pieces(self, first: int, end: int) -> list[tuple[int, int]]:
+        """Position and count of the places of rows with consecutive keys: two pieces where they wrap."""
+        begin, count = first % self.physical_rows, end - first
+        until_wrap = min(count, self.physical_rows - begin)
+        return [(begin, until_wrap)] if until_wrap == count else [(begin, until_wrap), (0, count - until_wrap)]
+
+    def _copy_in(self, first_row: int, rows: ByteMatrix, stored_at: float | Seconds) -> None:
+        times, done = np.broadcast_to(np.asarray(stored_at, np.float64), len(rows)), 0
+        for position, count in self._pieces(first_row, first_row + len(rows)):
+            self._rows.write(position, rows[done : done + count])
+            self._stored_at[position : position + count] = times[done : done + count]
+            done += count
+
+    def _copy_out(self, first: int, end: int) -> tuple[ByteMatrix, Seconds]:
+        pieces = self._pieces(first, end)
+        rows = [self._rows.read(position, count) for position, count in pieces]
+        times = [self._stored_at[position : position + count] for position, count in pieces]
+        return rows[0] if len(rows) == 1 else np.concatenate(rows), np.concatenate(times)
