@@ -1,10 +1,11 @@
-"""A server between replay and a real Redis that answers with an error instead, when it is told to."""
+"""A server between replay and a real Redis, which answers with errors, or late, or moves on, when it is told to."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 from typing import BinaryIO
 
 
@@ -12,13 +13,18 @@ class FaultyRedis:
     """Passes commands on to the Unix socket `upstream`; while `fault` is set, answers each with that error."""
 
     def __init__(self, upstream: str) -> None:
+        self.upstream = upstream
+        """Where connections that come from now on lead; those that are open stay where they are."""
         self.fault: str | None = None
+        self.only: bytes | None = None
+        """Where set, only commands of this name meet the fault."""
+        self.delay: Callable[[], float] = float
+        """Seconds that a reply waits."""
         self.lose_replies_to: bytes | None = None
         """A command that holds these bytes is carried out, and its connection cut instead of the reply; once."""
         self.attempts = 0
-        """Commands that met the fault."""
+        """Commands that met the fault, less what a client library says of itself."""
         self.connections = 0
-        self._upstream = upstream
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
@@ -41,7 +47,11 @@ class FaultyRedis:
                 return
             self.connections += 1
             upstream = socket.socket(socket.AF_UNIX)
-            upstream.connect(self._upstream)
+            try:
+                upstream.connect(self.upstream)
+            except OSError:  # it is down: so is what stands before it
+                client.close()
+                continue
             self._open += [client, upstream]
             threading.Thread(target=self._serve, args=(client, upstream), daemon=True).start()
 
@@ -49,8 +59,8 @@ class FaultyRedis:
         with client.makefile("rb") as commands, upstream.makefile("rb") as replies:
             try:
                 while command := _read_value(commands):
-                    if self.fault is not None:
-                        self.attempts += 1
+                    if self.fault is not None and (self.only is None or self.only in command[:32]):
+                        self.attempts += b"\r\nCLIENT\r\n" not in command
                         client.sendall(f"-{self.fault}\r\n".encode())
                         continue
                     upstream.sendall(command)
@@ -58,6 +68,7 @@ class FaultyRedis:
                     if self.lose_replies_to is not None and self.lose_replies_to in command:
                         self.lose_replies_to = None
                         break
+                    threading.Event().wait(self.delay())
                     client.sendall(reply)
             except (OSError, ValueError):
                 pass  # either side has closed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.errors import ReplacedError
@@ -17,6 +17,11 @@ class Shelf:
     owner: int | None = None
     state: LogState | None = None
     blocks: list[LoggedBlock] = field(default_factory=list)
+    pages: dict[int, bytes] = field(default_factory=dict)
+
+    def lose(self) -> None:
+        """As a Redis that comes back empty."""
+        self.owner, self.state, self.blocks, self.pages = None, None, [], {}
 
 
 class MemoryLog:
@@ -33,56 +38,82 @@ class MemoryLog:
     def begin(self, state: LogState) -> None:
         if self._shelf.owner not in (None, id(self)):
             self._fence()
-        self._shelf.owner, self._shelf.state, self._shelf.blocks = id(self), state, []
+        self._shelf.owner, self._shelf.state, self._shelf.blocks, self._shelf.pages = id(self), state, [], {}
 
     def append(
         self,
         block: LoggedBlock,
         header: rows_pb2.BlockHeader,
         *,
-        previous: int,
-        oldest: int,
-        inserted: int,
+        removed: Sequence[int],
         sampled: int,
+        consumed: int = 0,
+        dropped: int = 0,
+        after: int | None = None,
     ) -> bool:
-        state = self._require(previous)
+        state = self._require(block.first_row if after is None else after)
         known = state.positions.get(header.collector_index, Position(0, 0, 0))
         if header.collector_incarnation < known.incarnation:
             raise ReplacedError(f"collector {header.collector_index}: a newer incarnation took over")
         if header.collector_incarnation == known.incarnation and header.sequence <= known.sequence:
             return False
-        self._shelf.blocks.append(replace(block, rows=bytes(block.rows)))
-        self.trim(oldest)
+        self._shelf.blocks.append(replace(block, payload=bytes(block.payload)))
+        self._remove(removed)
         position = Position(header.collector_incarnation, header.sequence, header.row_count)
         self._shelf.state = replace(
             state,
-            last_block=block.number,
-            inserted=inserted,
+            inserted=block.end_row,
             sampled=sampled,
+            consumed=consumed,
+            dropped=dropped,
             positions={**state.positions, header.collector_index: position},
         )
         return True
 
-    def save(self, *, last_block: int, sampled: int) -> None:
-        self._shelf.state = replace(self._require(last_block), sampled=sampled)
+    def save(
+        self,
+        *,
+        inserted: int,
+        sampled: int,
+        consumed: int = 0,
+        dropped: int = 0,
+        removed: Sequence[int] = (),
+        pages: Mapping[int, bytes] | None = None,
+        first_page: int = 0,
+    ) -> None:
+        state = self._require(inserted)
+        self._remove(removed)
+        kept = {page: data for page, data in self._shelf.pages.items() if page >= first_page}
+        self._shelf.pages = {**kept, **{page: bytes(data) for page, data in (pages or {}).items()}}
+        self._shelf.state = replace(state, sampled=sampled, consumed=consumed, dropped=dropped)
 
-    def trim(self, oldest: int) -> None:
-        self._require(None)
-        self._shelf.blocks = [block for block in self._shelf.blocks if block.number >= oldest]
+    def restate(self, state: LogState) -> None:
+        kept = self._require(None)
+        self._shelf.state = replace(state, row_spec=kept.row_spec, limiter_json=kept.limiter_json)
 
-    def read_blocks(self, after: int = 0) -> Iterator[LoggedBlock]:
-        yield from [block for block in self._shelf.blocks if block.number > after]
+    def read_blocks(self, first_row: int = 0) -> Iterator[LoggedBlock]:
+        yield from [block for block in self._shelf.blocks if block.end_row > first_row]
+
+    def read_pages(self) -> Iterator[tuple[int, bytes]]:
+        yield from list(self._shelf.pages.items())
 
     def block_count(self) -> int:
         return len(self._shelf.blocks)
 
-    def _require(self, last_block: int | None) -> LogState:
+    def payload_bytes(self) -> int:
+        return sum(len(block.payload) for block in self._shelf.blocks)
+
+    def _remove(self, removed: Sequence[int]) -> None:
+        if removed:
+            self._shelf.blocks = [block for block in self._shelf.blocks if block.first_row > removed[-1]]
+
+    def _require(self, inserted: int | None) -> LogState:
         shelf = self._shelf
         if shelf.owner not in (None, id(self)):
             self._fence()
         if shelf.owner is None or shelf.state is None:
             raise OutOfStepError("lost")
-        if last_block is not None and shelf.state.last_block != last_block:
+        if inserted is not None and shelf.state.inserted != inserted:
             raise OutOfStepError("out of step")
         return shelf.state
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import redis
 
 from contract.memory_log import MemoryLog, Shelf
-from paceline.errors import ConflictError, ReplacedError
+from paceline.errors import ConflictError, ReplacedError, StoreFullError
+from paceline.replay import log as log_module
 from paceline.replay.log import LoggedBlock, LogState, OutOfStepError, Position, RedisLog
 from paceline.replay.store import RedisStore
 from paceline.rows import Column, RowSpec
@@ -46,11 +47,7 @@ def server(request, tmp_path_factory):
 def place(server):
     if server is None:
         shelf = Shelf()
-
-        def lose() -> None:
-            shelf.owner, shelf.state, shelf.blocks = None, None, []
-
-        yield Place(lambda: MemoryLog(shelf), lose)
+        yield Place(lambda: MemoryLog(shelf), shelf.lose)
         return
     stores: list[RedisStore] = []
     run_id = uuid.uuid4().hex
@@ -69,26 +66,32 @@ def place(server):
         store.close()
 
 
-def header(sequence: int, *, collector: int = 0, incarnation: int = 1, rows: int = 2) -> rows_pb2.BlockHeader:
+ROWS = 10
+"""In the blocks of these tests: block n has the keys from 10 n on."""
+
+
+def header(
+    sequence: int, *, collector: int = 0, incarnation: int = 1, rows: int = ROWS, first_row: int = 0
+) -> rows_pb2.BlockHeader:
     return rows_pb2.BlockHeader(
-        collector_index=collector, collector_incarnation=incarnation, sequence=sequence, row_count=rows
+        collector_index=collector,
+        collector_incarnation=incarnation,
+        sequence=sequence,
+        row_count=rows,
+        first_row=first_row,
     )
 
 
-def append(log, number: int, stamp: rows_pb2.BlockHeader, *, previous: int | None = None, oldest: int = 1) -> bool:
-    block = LoggedBlock(number, stamp.SerializeToString(), b"rows of %d" % number * 1000)
-    return log.append(
-        block,
-        stamp,
-        previous=number - 1 if previous is None else previous,
-        oldest=oldest,
-        inserted=2 * number,
-        sampled=7 * number,
-    )
+def block(number: int, stamp: rows_pb2.BlockHeader) -> LoggedBlock:
+    return LoggedBlock(ROWS * number, ROWS, stamp.SerializeToString(), b"rows of %d" % number * 1000)
 
 
-def numbers(log, after: int = 0) -> list[int]:
-    return [block.number for block in log.read_blocks(after)]
+def append(log, number: int, stamp: rows_pb2.BlockHeader, *, removed: Sequence[int] = (), **options: int) -> bool:
+    return log.append(block(number, stamp), stamp, removed=removed, sampled=7 * number, **options)
+
+
+def first_rows(log, first_row: int = 0) -> list[int]:
+    return [block.first_row for block in log.read_blocks(first_row)]
 
 
 def test_a_table_that_nobody_began_has_no_state(place):
@@ -98,169 +101,357 @@ def test_a_table_that_nobody_began_has_no_state(place):
 def test_what_is_appended_is_read_back_with_counters_and_positions(place):
     log = place.open()
     log.begin(BEGUN)
-    assert append(log, 1, header(1))
-    assert append(log, 2, header(1, collector=3, incarnation=2, rows=5))
-    assert list(log.read_blocks()) == [
-        LoggedBlock(1, header(1).SerializeToString(), b"rows of 1" * 1000),
-        LoggedBlock(2, header(1, collector=3, incarnation=2, rows=5).SerializeToString(), b"rows of 2" * 1000),
-    ]
+    stamps = [header(1), header(1, collector=3, incarnation=2, rows=5)]
+    assert append(log, 0, stamps[0])
+    assert append(log, 1, stamps[1], consumed=4, dropped=3)
+    assert list(log.read_blocks()) == [block(0, stamps[0]), block(1, stamps[1])]
+    assert log.payload_bytes() == sum(len(block.payload) for block in log.read_blocks())
     assert log.read_state() == LogState(
         row_spec=SPEC,
         limiter_json="{}",
-        last_block=2,
-        inserted=4,
-        sampled=14,
-        positions={0: Position(1, 1, 2), 3: Position(2, 1, 5)},
+        inserted=20,
+        sampled=7,
+        consumed=4,
+        dropped=3,
+        positions={0: Position(1, 1, 10), 3: Position(2, 1, 5)},
     )
 
 
-def test_blocks_are_read_in_order_from_any_number_on(place):
+def test_a_payload_may_be_a_view_of_another_buffer(place):
     log = place.open()
     log.begin(BEGUN)
-    for number in range(1, 41):
-        append(log, number, header(number))
-    assert numbers(log) == list(range(1, 41))
-    assert numbers(log, after=37) == [38, 39, 40]
+    stamp = header(1)
+    payload = memoryview(bytearray(range(256)) * 40)[16:]
+    log.append(LoggedBlock(0, ROWS, stamp.SerializeToString(), payload), stamp, removed=(), sampled=0)
+    (found,) = log.read_blocks()
+    assert found.payload == payload
+
+
+def test_blocks_are_read_in_order_from_any_key_on(place):
+    log = place.open()
+    log.begin(BEGUN)
+    for number in range(40):
+        append(log, number, header(number + 1))
+    assert first_rows(log) == list(range(0, 400, 10))
+    assert first_rows(log, 370) == [370, 380, 390]
+    assert first_rows(log, 379) == [370, 380, 390]
+    assert first_rows(log, 400) == []
     assert log.block_count() == 40
+
+
+def test_blocks_that_need_several_steps_to_be_read_come_whole_and_once(place, monkeypatch):
+    monkeypatch.setattr(log_module, "READ_BYTES", 30_000)
+    monkeypatch.setattr(log_module, "INDEX_STEP", 7)
+    log = place.open()
+    log.begin(BEGUN)
+    for number in range(30):
+        append(log, number, header(number + 1))
+    assert list(log.read_blocks()) == [block(number, header(number + 1)) for number in range(30)]
+    reading = log.read_blocks()
+    assert next(reading).first_row == 0
+    reading.close()  # a reader that stops early leaves the log usable
+    assert append(log, 30, header(31))
 
 
 @pytest.mark.parametrize("sequence", [1, 2])
 def test_a_block_that_is_there_is_recognised_and_changes_nothing(place, sequence):
     log = place.open()
     log.begin(BEGUN)
-    append(log, 1, header(1))
-    append(log, 2, header(2))
-    before = log.read_state()
-    assert not append(log, 3, header(sequence))
-    assert log.read_state() == before
-    assert numbers(log) == [1, 2]
+    append(log, 0, header(1))
+    append(log, 1, header(2))
+    before = log.read_state(), list(log.read_blocks())
+    assert not append(log, 2, header(sequence))
+    assert (log.read_state(), list(log.read_blocks())) == before
 
 
 def test_a_later_incarnation_begins_anew_and_retires_the_earlier(place):
     log = place.open()
     log.begin(BEGUN)
-    append(log, 1, header(9))
-    assert append(log, 2, header(1, incarnation=2))
+    append(log, 0, header(9))
+    assert append(log, 1, header(1, incarnation=2))
     with pytest.raises(ReplacedError):
-        append(log, 3, header(10))
-    assert append(log, 3, header(1, collector=1))
-    assert numbers(log) == [1, 2, 3]
+        append(log, 2, header(10))
+    assert append(log, 2, header(1, collector=1))
+    assert first_rows(log) == [0, 10, 20]
 
 
 def test_a_gap_in_a_sequence_is_accepted(place):
     log = place.open()
     log.begin(BEGUN)
-    append(log, 1, header(1))
-    assert append(log, 2, header(7))
+    append(log, 0, header(1))
+    assert append(log, 1, header(7))
 
 
-def test_an_append_removes_the_oldest_blocks(place):
+def test_an_append_removes_the_oldest_blocks_with_their_payloads(place):
     log = place.open()
     log.begin(BEGUN)
-    for number in range(1, 5):
-        append(log, number, header(number))
-    append(log, 5, header(5), oldest=4)
-    assert numbers(log) == [4, 5]
-    log.trim(5)
-    assert numbers(log) == [5]
+    for number in range(4):
+        append(log, number, header(number + 1))
+    append(log, 4, header(5), removed=[0, 10, 20])
+    assert first_rows(log) == [30, 40]
+    assert log.payload_bytes() == 2 * len(block(3, header(4)).payload)
 
 
-@pytest.mark.parametrize("previous", [0, 2])
-def test_a_process_that_believes_in_another_last_block_is_told(place, previous):
+def test_a_save_removes_the_oldest_blocks_and_may_be_repeated(place, monkeypatch):
+    monkeypatch.setattr(log_module, "INDEX_STEP", 2)
     log = place.open()
     log.begin(BEGUN)
-    append(log, 1, header(1))
+    for number in range(6):
+        append(log, number, header(number + 1))
+    for _ in range(2):
+        log.save(inserted=60, sampled=1, removed=[0, 10, 20, 30, 40])
+        assert first_rows(log) == [50]
+        assert log.payload_bytes() == len(block(5, header(6)).payload)
+    log.save(inserted=60, sampled=1, removed=[50])
+    assert first_rows(log) == []
+    assert (log.block_count(), log.payload_bytes(), log.read_state().inserted) == (0, 0, 60)
+
+
+def test_a_block_may_take_the_place_of_every_other(place):
+    log = place.open()
+    log.begin(BEGUN)
+    append(log, 0, header(1))
+    append(log, 1, header(2), removed=[0])
+    assert first_rows(log) == [10]
+
+
+@pytest.mark.parametrize("wrong", [0, 20])
+def test_a_process_that_believes_in_another_next_row_is_told_and_harms_nothing(place, wrong):
+    log = place.open()
+    log.begin(BEGUN)
+    append(log, 0, header(1))
     with pytest.raises(OutOfStepError):
-        append(log, previous + 1, header(2), previous=previous)
+        append(log, wrong // ROWS, header(2))
     with pytest.raises(OutOfStepError):
-        log.save(last_block=previous, sampled=1)
-    assert numbers(log) == [1]
+        log.save(inserted=wrong, sampled=1, removed=[0], pages={0: b"page"})
+    assert list(log.read_blocks()) == [block(0, header(1))]
+    assert list(log.read_pages()) == []
 
 
-def test_numbers_may_leave_some_out(place):
+def test_a_hole_before_a_block_must_be_known_to_its_sender(place):
     log = place.open()
     log.begin(BEGUN)
-    append(log, 1, header(1))
-    assert append(log, 5, header(2), previous=1)
-    assert numbers(log) == [1, 5]
+    append(log, 0, header(1))
+    assert append(log, 5, header(2), after=10)
+    assert first_rows(log) == [0, 50]
+    assert log.read_state().inserted == 60
 
 
-def test_the_counter_of_sampled_rows_is_saved_alone(place):
+def test_the_counters_are_saved_alone(place):
     log = place.open()
     log.begin(BEGUN)
-    append(log, 1, header(1))
-    log.save(last_block=1, sampled=1234)
+    append(log, 0, header(1))
+    log.save(inserted=10, sampled=1234, consumed=7, dropped=2)
     state = log.read_state()
-    assert (state.inserted, state.sampled) == (2, 1234)
+    assert (state.inserted, state.sampled, state.consumed, state.dropped) == (10, 1234, 7, 2)
 
 
-def test_a_newer_process_takes_over_and_the_older_stores_nothing_more(place):
+def test_a_record_can_be_made_to_say_what_another_said(place):
+    log = place.open()
+    log.begin(BEGUN)
+    append(log, 0, header(1, collector=5))
+    said = LogState(SPEC, "{}", inserted=90, sampled=8, consumed=7, dropped=6, positions={1: Position(2, 3, 4)})
+    log.restate(said)
+    assert log.read_state() == said
+    assert first_rows(log) == [0]
+    assert append(log, 9, header(4, collector=1, incarnation=2))
+
+
+def test_pages_are_kept_replaced_and_left_behind(place, monkeypatch):
+    monkeypatch.setattr(log_module, "PAGE_STEP", 3)
+    log = place.open()
+    log.begin(BEGUN)
+    pages = {number: b"%d" % number * 2000 for number in range(10)}
+    log.save(inserted=0, sampled=0, pages=pages)
+    assert dict(log.read_pages()) == pages
+    log.save(inserted=0, sampled=0, pages={9: b"new", 10: b"more"}, first_page=4)
+    kept = {number: pages[number] for number in range(4, 9)}
+    assert dict(log.read_pages()) == {**kept, 9: b"new", 10: b"more"}
+    log.save(inserted=0, sampled=0, first_page=10)
+    assert dict(log.read_pages()) == {10: b"more"}
+    log.begin(BEGUN)
+    assert dict(log.read_pages()) == {}
+
+
+def test_a_newer_process_takes_over_and_the_older_stores_and_harms_nothing(place):
     older = place.open()
     older.begin(BEGUN)
-    append(older, 1, header(1))
+    append(older, 0, header(1))
     newer = place.open()
-    assert newer.read_state().last_block == 1
+    assert newer.read_state().inserted == 10
+    # Its first block has the key that the older one's next would have.
+    assert append(newer, 1, header(2))
+    kept = list(newer.read_blocks())
     for attempt in (
-        lambda: append(older, 2, header(2)),
-        lambda: older.save(last_block=1, sampled=1),
-        lambda: older.trim(2),
+        lambda: append(older, 1, header(3, rows=9)),
+        lambda: older.save(inserted=10, sampled=1),
+        lambda: older.save(inserted=20, sampled=1, removed=[0]),
         lambda: older.begin(BEGUN),
     ):
         assert not newer.replaced
         with pytest.raises(ReplacedError):
             attempt()
         assert older.replaced
-    assert append(newer, 2, header(2))
-    assert numbers(newer) == [1, 2]
+        assert list(newer.read_blocks()) == kept
+    assert append(newer, 2, header(3))
 
 
 def test_a_record_that_was_lost_is_begun_again_by_its_owner(place):
     log = place.open()
     log.begin(BEGUN)
-    append(log, 1, header(1))
+    append(log, 0, header(1))
     place.forget()
     assert log.read_state() is None
     with pytest.raises(OutOfStepError):
-        append(log, 2, header(2))
-    log.begin(LogState(row_spec=SPEC, limiter_json="{}", last_block=4, inserted=8, positions={2: Position(1, 3, 2)}))
-    assert not append(log, 5, header(3, collector=2))
-    assert append(log, 5, header(4, collector=2))
-    assert log.read_state().positions == {2: Position(1, 4, 2)}
+        append(log, 1, header(2))
+    log.begin(LogState(row_spec=SPEC, limiter_json="{}", inserted=40, positions={2: Position(1, 3, 2)}))
+    assert not append(log, 4, header(3, collector=2))
+    assert append(log, 4, header(4, collector=2))
+    assert log.read_state().positions == {2: Position(1, 4, 10)}
 
 
-def test_beginning_again_leaves_no_block(place):
+def test_beginning_again_leaves_no_block(place, monkeypatch):
+    monkeypatch.setattr(log_module, "INDEX_STEP", 2)
     log = place.open()
     log.begin(BEGUN)
-    append(log, 1, header(1))
+    for number in range(5):
+        append(log, number, header(number + 1))
     log.begin(BEGUN)
-    assert numbers(log) == []
-    assert append(log, 1, header(1))
+    assert first_rows(log) == []
+    assert log.payload_bytes() == 0
+    assert append(log, 0, header(1))
 
 
 @real_servers
 def test_a_script_that_the_server_has_forgotten_is_sent_again(server, place):
     log = place.open()
     log.begin(BEGUN)
-    append(log, 1, header(1))
+    append(log, 0, header(1))
     with redis.Redis.from_url(server.url) as client:
         client.script_flush()
-    assert append(log, 2, header(2))
+    assert append(log, 1, header(2))
+    assert list(log.read_blocks()) == [block(0, header(1)), block(1, header(2))]
 
 
-@real_servers
-def test_every_key_lies_under_the_run_id(server):
+@pytest.fixture
+def bare(server):
+    """A log and a client of an empty server."""
     with redis.Redis.from_url(server.url) as client:
         client.flushall()
         store = RedisStore(server.url, "my-run", deadline_seconds=10)
         store.claim(resume=False)
-        log = RedisLog(store, TABLE)
-        log.begin(BEGUN)
-        append(log, 1, header(1))
-        assert {key.decode() for key in client.scan_iter()} == {
-            "paceline:{my-run}:" + part
-            for part in ("meta", "owner", *(f"table:{TABLE}:{p}" for p in ("spec", "state", "positions", "blocks")))
-        }
-    store.close()
+        yield RedisLog(store, TABLE), client
+        store.close()
+
+
+PREFIX = "paceline:{my-run}:"
+
+
+def keys(client: redis.Redis) -> set[str]:
+    return {key.decode() for key in client.scan_iter()}
+
+
+@real_servers
+def test_every_key_lies_under_the_run_id_and_leaves_with_its_block(bare):
+    log, client = bare
+    log.begin(BEGUN)
+    append(log, 0, header(1))
+    append(log, 1, header(2))
+    log.save(inserted=20, sampled=0, pages={0: b"page"})
+    assert not append(log, 2, header(2))
+    table = {f"table:{TABLE}:{part}" for part in ("spec", "state", "positions", "blocks", "pages")}
+    payloads = {f"table:{TABLE}:block:{first}" for first in (0, 10)}
+    assert keys(client) == {PREFIX + part for part in ("owner", "meta", *table, *payloads)}
+    assert client.get(f"{PREFIX}table:{TABLE}:block:10") == block(1, header(2)).payload
+    log.save(inserted=20, sampled=0, removed=[0, 10])
+    assert keys(client) == {PREFIX + part for part in ("owner", "meta", *table)}
+    append(log, 2, header(3))
+    log.begin(BEGUN)
+    assert keys(client) == {PREFIX + part for part in ("owner", "meta", f"table:{TABLE}:spec", f"table:{TABLE}:state")}
+
+
+@real_servers
+def test_shards_of_a_run_have_keys_of_their_own(server):
+    stores = [RedisStore(server.url, "sharded", deadline_seconds=10, shard=shard) for shard in (0, 1)]
+    for store in stores:
+        assert not store.claim(resume=False)
+    assert [store.key("meta") for store in stores] == [b"paceline:{sharded:0}:meta", b"paceline:{sharded:1}:meta"]
+    for store in stores:
+        store.close()
+
+
+@real_servers
+def test_a_payload_or_an_entry_that_is_gone_leaves_the_others_readable(bare):
+    log, client = bare
+    log.begin(BEGUN)
+    for number in range(4):
+        append(log, number, header(number + 1))
+    client.delete(f"{PREFIX}table:{TABLE}:block:10")
+    index = f"{PREFIX}table:{TABLE}:blocks"
+    entries = client.xrange(index)
+    client.delete(index)
+    for identifier, fields in entries:
+        client.xadd(index, {"header": b"\xff"} if identifier == b"30-0" else fields, id=identifier)
+    assert [(block.first_row, block.end_row, len(block.payload)) for block in log.read_blocks()] == [
+        (0, 10, 9000),
+        (10, 20, 0),
+        (20, 30, 9000),
+        (30, 40, 9000),
+    ]
+    assert [block.header for block in log.read_blocks(20)] == [b"\xff", header(4).SerializeToString()]
+    log.save(inserted=40, sampled=0, removed=[0, 10, 20])
+    assert first_rows(log) == [30]
+
+
+def fill(log: RedisLog) -> int:
+    """Append until the store is full; how many blocks it took."""
+    for number in range(1000):
+        stamp = header(number + 1)
+        large = LoggedBlock(ROWS * number, ROWS, stamp.SerializeToString(), b"x" * 65536)
+        try:
+            log.append(large, stamp, removed=(), sampled=0)
+        except StoreFullError:
+            return number
+    return 1000
+
+
+@real_servers
+def test_a_full_store_takes_nothing_of_a_block_and_still_lets_blocks_leave(bare):
+    log, client = bare
+    log.begin(BEGUN)
+    client.config_set("maxmemory", str(int(client.info("memory")["used_memory"]) + (4 << 20)))
+    try:
+        stored = fill(log)
+        assert 4 < stored < 1000
+        payloads = {f"{PREFIX}table:{TABLE}:block:{ROWS * number}" for number in range(stored)}
+        assert {key for key in keys(client) if ":block:" in key or ":staged" in key} == payloads
+        assert first_rows(log) == [ROWS * number for number in range(stored)]
+        assert log.read_state().inserted == ROWS * stored
+        leaving = [ROWS * number for number in range(stored // 4)]
+        log.save(inserted=ROWS * stored, sampled=0, removed=leaving)
+        assert append(log, stored, header(stored + 1))
+    finally:
+        client.config_set("maxmemory", "0")
+
+
+@real_servers
+def test_a_script_that_finds_the_store_full_leaves_nothing_of_the_block(bare):
+    # The payload was taken, the script is refused: as where another client fills the store in between.
+    log, client = bare
+    log.begin(BEGUN)
+    append(log, 0, header(1))
+    before = keys(client)
+    client.config_set("maxmemory", "1")
+    try:
+        with pytest.raises(StoreFullError):
+            append(log, 1, header(2))
+        with pytest.raises(StoreFullError):
+            log.save(inserted=10, sampled=5)
+        assert keys(client) == before
+        assert first_rows(log) == [0]
+    finally:
+        client.config_set("maxmemory", "0")
+    assert append(log, 1, header(2))
 
 
 @real_servers
@@ -276,9 +467,9 @@ def test_a_used_run_id_is_refused_unless_the_run_is_resumed(server):
 
 @real_servers
 def test_a_record_of_another_format_is_refused(server):
-    store = RedisStore(server.url, "future", deadline_seconds=10)
+    store = RedisStore(server.url, "past", deadline_seconds=10)
     store.claim(resume=False)
-    store.command("HSET", store.key("meta"), "format", "2")
-    with pytest.raises(ConflictError, match="has format 2: expected 1"):
+    store.command("HSET", store.key("meta"), "format", "1")
+    with pytest.raises(ConflictError, match="has format 1: expected 2"):
         store.claim(resume=True)
     store.close()

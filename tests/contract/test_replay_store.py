@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import numpy as np
 import pytest
 import redis
 import structlog
 
 from contract.faulty_redis import FaultyRedis
+from integration.waiting import wait_until
 from paceline.errors import (
     ConfigError,
     PacelineError,
@@ -20,7 +25,7 @@ from paceline.errors import (
     StoreReadOnlyError,
     UnavailableError,
 )
-from paceline.replay.scripts import SAVE
+from paceline.replay.scripts import COMMIT, SAVE
 from paceline.replay.store import RedisStore
 from paceline.rpc.status import RETRYABLE, code_of
 from redis_servers import SERVERS, start_redis
@@ -54,11 +59,25 @@ def open_store():
 
 
 def save(store: RedisStore) -> str:
-    return store.run_script(SAVE, [store.key("owner"), store.key("state")], [store.token, b"0", b"0"])
+    keys = [store.key(part) for part in ("owner", "state", "blocks", "pages")]
+    return store.run_script(SAVE, keys, [store.token, 0, 0, 0, 0, -1, 0])
+
+
+def commit(store: RedisStore) -> str:
+    keys = [store.key(part) for part in ("owner", "state", "positions", "blocks", "staged", "block:0")]
+    arguments = [store.token, *(0, 0, 1, 0, 1, 1, 1, 0, 0, 0, -1), b"header", 7]
+    return store.run_script(COMMIT, keys, arguments, before=("SET", store.key("staged"), b"payload"))
+
+
+def succeeds(attempt: Callable[[], object]) -> bool:
+    with contextlib.suppress(PacelineError):
+        attempt()
+        return True
+    return False
 
 
 def resume_after_pause(store: RedisStore) -> None:
-    store._paused_until = 0.0
+    store._link._paused_until = 0.0
 
 
 STATES = [
@@ -89,6 +108,30 @@ def test_each_state_of_redis_has_its_error_and_its_code_and_ends_with_it(faulty,
     assert save(store) == "out_of_step"  # it reaches Redis again
 
 
+@pytest.mark.parametrize(("reply", "error_type", "code"), STATES, ids=[reply.split()[0] for reply, _, _ in STATES])
+def test_a_transaction_that_is_refused_at_any_of_its_parts_says_why(faulty, open_store, reply, error_type, code):
+    store = open_store(faulty.url)
+    store.claim(resume=False)
+    for refused in (b"MULTI", b"SET", b"EVALSHA", b"EXEC"):
+        resume_after_pause(store)
+        faulty.fault, faulty.only = reply, refused
+        with pytest.raises(PacelineError) as caught:
+            commit(store)
+        assert type(caught.value) is error_type
+        faulty.fault = faulty.only = None
+    resume_after_pause(store)
+    assert commit(store) == "out_of_step"
+    assert store.command("EXISTS", store.key("staged")) == 0
+
+
+def test_a_transaction_that_is_aborted_at_its_end_says_why(faulty, open_store):
+    store = open_store(faulty.url)
+    store.claim(resume=False)
+    faulty.fault, faulty.only = "EXECABORT Transaction discarded because of: OOM command not allowed", b"EXEC"
+    with pytest.raises(StoreFullError):
+        commit(store)
+
+
 def test_a_replica_makes_replay_connect_anew(faulty, open_store):
     store = open_store(faulty.url)
     store.claim(resume=False)
@@ -110,6 +153,25 @@ def test_a_store_that_is_away_is_not_hammered(faulty, open_store):
         with pytest.raises(UnavailableError):
             save(store)
     assert faulty.attempts < 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", SERVERS[:1], indirect=True)
+@pytest.mark.parametrize("reply", ["LOADING it", "READONLY it", "MISCONF it", "OOM it"])
+def test_five_seconds_of_trouble_cost_fewer_than_twenty_attempts_and_pass(faulty, open_store, reply):
+    store = open_store(faulty.url)
+    store.claim(resume=False)
+    faulty.fault = reply
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        with pytest.raises(PacelineError):
+            commit(store)
+        # As a collector's writer: a full store is left alone for the delay that it was told.
+        threading.Event().wait(0.5 if reply.startswith("OOM") else 0.01)
+    # What is sent in one go is one attempt.
+    assert faulty.attempts / (4 if reply.startswith("OOM") else 1) < 20
+    faulty.fault = None
+    wait_until(lambda: succeeds(lambda: commit(store)))
 
 
 @pytest.mark.parametrize(
@@ -143,9 +205,37 @@ def test_a_reply_that_comes_too_late_is_never_read_by_another_command(open_store
             first_command(store)
         late.set()
         resume_after_pause(store)
-        store._deadline_seconds = 5
+        store._link._deadline_seconds = 5
         assert store.command("GET", "second") == b"second"
         thread.join(30)
+
+
+def test_reads_that_are_cut_at_random_never_mix_up_replies(server, faulty, open_store):
+    store = open_store(faulty.url, deadline_seconds=0.05)
+    with redis.Redis.from_url(server.url) as client:
+        client.mset({f"k{number}": f"k{number}" for number in range(200)})
+    random = np.random.default_rng(7)
+    faulty.delay = lambda: float(random.uniform(0, 0.1))
+    cut, others = [], []
+
+    def read(number: int) -> None:
+        resume_after_pause(store)
+        try:
+            others.append((f"k{number}".encode(), store.command("GET", f"k{number}")))
+        except UnavailableError:
+            cut.append(number)
+
+    with ThreadPoolExecutor(20) as readers:
+        list(readers.map(read, range(200)))
+    assert len(cut) > 20
+    assert len(others) > 20
+    faulty.delay = float
+    for number in range(200):
+        resume_after_pause(store)
+        others.append((f"k{number}".encode(), store.command("GET", f"k{number}")))
+    assert all(value == key for key, value in others)
+    assert not store._link._pool._in_use_connections
+    assert len(store._link._pool._available_connections) <= 20
 
 
 def test_a_redis_that_is_not_there_is_said_at_once(open_store):
@@ -168,7 +258,9 @@ def test_a_wrong_password_is_said_and_never_shown(tmp_path, open_store, password
             client.config_set("requirepass", "right")
         path = server.url.removeprefix("unix://")
         url = server.url if password is None else f"unix://:{password}@{path}"
-        with pytest.raises(ConfigError, match=r"does not admit us.*set the password in replay.redis_url") as caught:
+        with pytest.raises(
+            ConfigError, match=r"does not admit us.*set name and password in replay.redis_url"
+        ) as caught:
             open_store(url).check()
         assert ":wrong@" not in str(caught.value)
         open_store(f"unix://:right@{path}").check()
@@ -179,6 +271,19 @@ def test_a_wrong_password_is_said_and_never_shown(tmp_path, open_store, password
 @pytest.mark.parametrize("url", ["127.0.0.1:6379", "http://127.0.0.1:6379", "redis://127.0.0.1:port"])
 def test_a_url_that_is_none_is_refused(url):
     with pytest.raises(ConfigError, match="expected redis://host:port"):
+        RedisStore(url, "run", deadline_seconds=1)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("redis://127.0.0.1:6379/0?no_such_thing=1", "no_such_thing"),
+        ("rediss://127.0.0.1:6379/0?ssl_cert_reqs=perhaps", "perhaps"),
+        ("rediss://127.0.0.1:6379/0?ssl_ca_certs=/no/such/file.pem", "ssl_ca_certs is /no/such/file.pem"),
+    ],
+)
+def test_an_argument_of_the_url_that_is_none_is_refused_at_once(url, message):
+    with pytest.raises(ConfigError, match=message):
         RedisStore(url, "run", deadline_seconds=1)
 
 
@@ -206,17 +311,42 @@ def test_a_policy_that_spares_the_record_is_accepted(server, open_store, policy)
         set_policy(server, "noeviction")
 
 
-def test_a_redis_that_keeps_nothing_is_warned_of(server, open_store):
-    with redis.Redis.from_url(server.url) as client, structlog.testing.capture_logs() as events:
-        open_store(server.url).check()
-        assert events == []
-        client.config_set("appendonly", "no")
+def check(store: RedisStore) -> dict[str, object]:
+    """The one line that a check logs."""
+    with structlog.testing.capture_logs() as events:
+        store.check()
+    (event,) = events
+    assert event["event"] == "redis_checked"
+    return event
+
+
+@pytest.mark.parametrize(
+    ("settings", "level", "meaning"),
+    [
+        ({"appendfsync": "always"}, "info", "every acknowledged row is on its disk"),
+        ({"appendfsync": "everysec"}, "info", "rows of the last second or two are lost"),
+        ({"appendfsync": "no"}, "info", "rows of the last half minute are lost"),
+        ({"appendonly": "no", "save": "60 1"}, "warning", "rows since its last snapshot are lost; set appendonly yes"),
+        ({"appendonly": "no", "save": ""}, "warning", "every row is lost; set appendonly yes"),
+    ],
+    ids=["always", "everysec", "no", "snapshots", "nothing"],
+)
+def test_the_start_says_what_the_settings_mean_for_loss(server, open_store, settings, level, meaning):
+    names = ("appendonly", "appendfsync", "save")
+    with redis.Redis.from_url(server.url) as client:
+        before = {name: client.config_get(name)[name] for name in names}
+        for name, value in settings.items():
+            client.config_set(name, value)
         try:
-            open_store(server.url).check()
+            event = check(open_store(server.url))
         finally:
-            client.config_set("appendonly", "yes")
-    assert [(event["event"], event["log_level"]) for event in events] == [("redis_without_append_only_file", "warning")]
-    assert "lost" in events[0]["meaning"]
+            for name, value in before.items():
+                client.config_set(name, value)
+    assert event["log_level"] == level
+    assert meaning in event["meaning"]
+    expected = {**before, **settings}
+    assert (event["appendonly"], event["appendfsync"]) == (expected["appendonly"] == "yes", expected["appendfsync"])
+    assert (event["save"], event["maxmemory_policy"]) == (expected["save"], "noeviction")
 
 
 def test_a_server_that_loads_is_said_to_load(faulty, open_store):

@@ -1,31 +1,39 @@
 """The record of one table in Redis: its blocks in order, who sent them, and its counters.
 
-A block is one entry of a stream, with the id `<number>-0` and two fields: its BlockHeader, serialised, and its rows.
-Numbers begin at 1 and grow. A block, its collector's position and the counters change in one script, or not at
-all. What a process that owns the run knows and what the record says must agree on the last number; where they do not
-(a lost reply, a restart of Redis that lost its last second), OutOfStepError says so and the table mends it.
+A block is an entry of a stream, the index, with the id `<key of the row after it>-0`, the key of its first row and its
+BlockHeader; and a string, its payload exactly as the collector sent it. Entry, payload, its collector's position and
+the counters change together, or not at all. What a process that owns the run knows and what the record says must agree
+on the key of the next row; where they do not (a lost reply, a restart of Redis that lost its last second),
+OutOfStepError says so and the table mends it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from paceline.errors import PacelineError, ReplacedError, RowSpecError, UnavailableError
-from paceline.replay.scripts import APPEND, BEGIN, SAVE, TRIM
+from paceline.replay.link import Argument
+from paceline.replay.scripts import BEGIN, CLEAR, COMMIT, READ, RESTATE, SAVE
 from paceline.replay.store import FORMAT, RedisStore
 from paceline.rows import RowSpec
 from paceline.rpc.wire import row_spec_from_wire, row_spec_to_wire
 from paceline.v1 import rows_pb2
 
 READ_BYTES = 8 << 20
-"""Bytes of blocks that one step of a restore aims at."""
+"""Bytes of payloads that one step of a restore aims at; two steps are in memory at once."""
+INDEX_STEP = 1000
+"""Entries of the index, and payloads that leave, in one command at most."""
+PAGE_STEP = 256
+"""Pages of priorities in one command at most: half a megabyte."""
 
 
 class OutOfStepError(UnavailableError):
-    """The record's last block is another than this process believes."""
+    """The record's next row is another than this process believes."""
 
 
 @dataclass(frozen=True)
@@ -39,34 +47,54 @@ class Position:
 
 @dataclass(frozen=True)
 class LogState:
-    """Everything that the record says beside the blocks."""
+    """Everything that the record says beside blocks and pages."""
 
     row_spec: RowSpec
     limiter_json: str
-    last_block: int = 0
     inserted: int = 0
+    """Rows ever inserted: the key of the next row."""
     sampled: int = 0
+    consumed: int = 0
+    """Of a queue: key of the first row that was not consumed."""
+    dropped: int = 0
+    """Of a queue: rows that left before any follower got them."""
     positions: Mapping[int, Position] = field(default_factory=dict)
+    """By the collector's index."""
 
 
 @dataclass(frozen=True)
 class LoggedBlock:
     """A block as the record holds it; nothing in it has been checked when it was read."""
 
-    number: int
+    first_row: int
+    row_count: int
     header: bytes
-    rows: bytes | memoryview
+    payload: bytes | memoryview
+
+    @property
+    def end_row(self) -> int:
+        """Key of the row after the last one."""
+        return self.first_row + self.row_count
+
+
+class IndexEntry(NamedTuple):
+    """A block without its payload."""
+
+    first_row: int
+    end_row: int
+    header: bytes
 
 
 class RedisLog:
     """The record of one table. One process at a time owns it, and appends one block at a time."""
 
     def __init__(self, store: RedisStore, table: str) -> None:
-        self._store = store
+        self._store, self._table = store, table
         self._owner, self._meta = store.key("owner"), store.key("meta")
-        self._spec, self._state, self._positions, self._blocks = (
-            store.key("table", table, part) for part in ("spec", "state", "positions", "blocks")
+        self._spec, self._state, self._positions, self._blocks, self._pages, self._staged = (
+            store.key("table", table, part) for part in ("spec", "state", "positions", "blocks", "pages", "staged")
         )
+        self._payload = store.key("table", table, "block") + b":%d"
 
     @property
     def replaced(self) -> bool:
@@ -74,39 +102,43 @@ class RedisLog:
         return self._store.fenced.is_set()
 
     def read_state(self) -> LogState | None:
-        """What the record says, or None where there is none of this table, or Redis no longer knows who owns it."""
-        spec = self._store.command("GET", self._spec)
-        state = self._store.command("HGETALL", self._state)
-        if spec is None or not state or self._store.command("GET", self._owner) is None:
+        """What the record says at one moment, or None where there is none of this table, or no owner of the run."""
+        keys = [self._owner, self._spec, self._state, self._positions]
+        owner, spec, state, positions = self._store.read_by_script(READ, keys)
+        fields = dict(zip(state[::2], state[1::2], strict=True))
+        if spec is None or not fields or owner is None:
             return None
         return LogState(
             row_spec=_parse_spec(spec),
-            limiter_json=state.get(b"limiter", b"").decode(),
-            last_block=int(state[b"last_block"]),
-            inserted=int(state[b"inserted"]),
-            sampled=int(state[b"sampled"]),
+            limiter_json=fields.get(b"limiter", b"").decode(),
+            inserted=int(fields[b"inserted"]),
+            sampled=int(fields[b"sampled"]),
+            consumed=int(fields[b"consumed"]),
+            dropped=int(fields[b"dropped"]),
             positions={
                 int(collector): Position(*map(int, value.split()))
-                for collector, value in self._store.command("HGETALL", self._positions).items()
+                for collector, value in zip(positions[::2], positions[1::2], strict=True)
             },
         )
 
     def begin(self, state: LogState) -> None:
-        """Make the record anew: it says `state` and has no block; takes the run if nobody owns it.
+        """Make the record anew: it says `state` and has no block and no page; takes the run if nobody owns it.
 
         Raises:
             ReplacedError: another process owns the run.
         """
-        arguments = [
+        while entries := self._store.command("XRANGE", self._blocks, "-", "+", "COUNT", INDEX_STEP):
+            payloads = [self._payload % entry.first_row for entry in _parse_index(entries, 0)]
+            self._store.run_script(CLEAR, [self._owner, self._blocks, *payloads], [self._store.token, entries[-1][0]])
+        arguments: list[Argument] = [
             self._store.token,
-            FORMAT.encode(),
+            FORMAT,
+            self._table,
             row_spec_to_wire(state.row_spec).SerializeToString(),
-            state.limiter_json.encode(),
-            *(b"%d" % value for value in (state.last_block, state.inserted, state.sampled)),
+            state.limiter_json,
+            *_state_arguments(state),
         ]
-        for collector, position in state.positions.items():
-            arguments += [b"%d" % collector, _format_position(position)]
-        keys = [self._owner, self._meta, self._spec, self._state, self._positions, self._blocks]
+        keys = [self._owner, self._meta, self._spec, self._state, self._positions, self._blocks, self._pages]
         self._store.run_script(BEGIN, keys, arguments)
 
     def append(
@@ -114,39 +146,44 @@ class RedisLog:
         block: LoggedBlock,
         header: rows_pb2.BlockHeader,
         *,
-        previous: int,
-        oldest: int,
-        inserted: int,
+        removed: Sequence[int],
         sampled: int,
+        consumed: int = 0,
+        dropped: int = 0,
+        after: int | None = None,
     ) -> bool:
-        """Store a block, remove those before number `oldest`, set the counters; False: it was there already.
+        """Store a block, remove others, set the counters; False: its collector's block was there already.
 
         Args:
-            block: its number is above `previous`.
+            block: the record's next row becomes its `end_row`.
             header: what `block.header` says.
-            previous: number of the record's last block.
-            oldest: number of the oldest block that stays.
-            inserted, sampled: the counters with this block.
+            removed: first rows of the blocks that leave, in order: the oldest ones of the record, without a gap, those
+                that were read and found damaged among them.
+            sampled, consumed, dropped: the counters with this block.
+            after: key of the row that the record believes comes next, where a hole lies between it and the block;
+                otherwise it is the block's first row.
 
         Raises:
-            OutOfStepError: `previous` is not the record's last block.
+            OutOfStepError: the record's next row is another.
             ReplacedError: a newer incarnation of its collector sent blocks, or another process owns the run.
             StoreFullError, StoreReadOnlyError: nothing was stored.
             UnavailableError: whether it was stored is not known; `read_state` tells.
         """
-        numbers = (
-            block.number,
-            oldest,
-            header.collector_index,
-            header.collector_incarnation,
-            header.sequence,
-            header.row_count,
-            inserted,
-            sampled,
-            previous,
-        )
-        arguments = [self._store.token, *(b"%d" % value for value in numbers), block.header, block.rows]
-        word = self._store.run_script(APPEND, [self._owner, self._state, self._positions, self._blocks], arguments)
+        arguments: list[Argument] = [
+            self._store.token,
+            *_digits(block.first_row if after is None else after, block.first_row, block.end_row),
+            *_digits(header.collector_index, header.collector_incarnation, header.sequence, header.row_count),
+            *_digits(sampled, consumed, dropped, removed[-1] if removed else -1),
+            block.header,
+            len(block.payload),
+        ]
+        keys = [
+            *(self._owner, self._state, self._positions, self._blocks, self._staged, self._payload % block.first_row),
+            *(self._payload % first_row for first_row in removed),
+        ]
+        # Lua would copy a large argument twice, so the payload goes beside the script, into a key that no block has:
+        # what a refused block brought must never take the place of one that is there.
+        word = self._store.run_script(COMMIT, keys, arguments, before=("SET", self._staged, block.payload))
         if word == "replaced":
             raise ReplacedError(
                 f"collector {header.collector_index}: a newer incarnation than {header.collector_incarnation} took over"
@@ -154,33 +191,126 @@ class RedisLog:
         _require_in_step(word)
         return word == "stored"
 
-    def save(self, *, last_block: int, sampled: int) -> None:
-        """Set the counter of sampled rows, if the record's last block is `last_block`. Raises as `append` does."""
-        arguments = [self._store.token, b"%d" % last_block, b"%d" % sampled]
-        _require_in_step(self._store.run_script(SAVE, [self._owner, self._state], arguments))
+    def save(
+        self,
+        *,
+        inserted: int,
+        sampled: int,
+        consumed: int = 0,
+        dropped: int = 0,
+        removed: Sequence[int] = (),
+        pages: Mapping[int, bytes] | None = None,
+        first_page: int = 0,
+    ) -> None:
+        """Set the counters and pages, and remove blocks as `append` does, if the record's next row is `inserted`.
 
-    def trim(self, oldest: int) -> None:
-        """Remove the blocks before number `oldest`. Raises as `append` does."""
-        _require_in_step(self._store.run_script(TRIM, [self._owner, self._blocks], [self._store.token, b"%d" % oldest]))
+        Safe to repeat. A large call is carried out in parts, each of which leaves the record whole.
 
-    def read_blocks(self, after: int = 0) -> Iterator[LoggedBlock]:
-        """Every block after number `after`, in order, read in steps of bounded size."""
-        count = 1
+        Args:
+            inserted: what the record is expected to say; it is not changed.
+            removed: as in `append`.
+            pages: what `read_pages` is to give for each page.
+            first_page: pages before it leave.
+
+        Raises: as `append` does.
+        """
+        numbers = list((pages or {}).items())
+        steps = max(1, -(-len(removed) // INDEX_STEP), -(-len(numbers) // PAGE_STEP))
+        for step in range(steps):
+            leaving = removed[step * INDEX_STEP : (step + 1) * INDEX_STEP]
+            arguments = [
+                self._store.token,
+                *_digits(inserted, sampled, consumed, dropped, leaving[-1] if leaving else -1, first_page),
+            ]
+            for page, data in numbers[step * PAGE_STEP : (step + 1) * PAGE_STEP]:
+                arguments += [b"%d" % page, data]
+            keys = [self._owner, self._state, self._blocks, self._pages]
+            keys += [self._payload % first_row for first_row in leaving]
+            _require_in_step(self._store.run_script(SAVE, keys, arguments))
+
+    def restate(self, state: LogState) -> None:
+        """Have the record, whose blocks another one had, say what that one said: counters and positions."""
+        keys = [self._owner, self._state, self._positions]
+        _require_in_step(self._store.run_script(RESTATE, keys, [self._store.token, *_state_arguments(state)]))
+
+    def read_blocks(self, first_row: int = 0) -> Iterator[LoggedBlock]:
+        """Every block with a row from `first_row` on, in order, read in steps of bounded size, one step ahead.
+
+        A block whose payload is missing has an empty one.
+        """
+        steps = self._read_steps(first_row)
+        with ThreadPoolExecutor(1, "record") as reader:
+            ahead = reader.submit(next, steps, None)
+            while (blocks := ahead.result()) is not None:
+                ahead = reader.submit(next, steps, None)
+                yield from blocks
+
+    def read_pages(self) -> Iterator[tuple[int, bytes]]:
+        """Every page that was saved, in no order; the same one may come twice."""
+        cursor = b"0"
         while True:
-            entries = self._store.command("XRANGE", self._blocks, f"({after}", "+", "COUNT", count)
-            if not entries:
+            cursor, entries = self._store.command("HSCAN", self._pages, cursor, "COUNT", PAGE_STEP)
+            for page, data in zip(entries[::2], entries[1::2], strict=True):
+                yield int(page), data
+            if cursor == b"0":
                 return
-            size = 0
-            for identifier, fields in entries:
-                after = int(identifier.partition(b"-")[0])
-                rows = fields.get(b"rows", b"")
-                size += len(rows)
-                yield LoggedBlock(after, fields.get(b"header", b""), rows)
-            count = max(1, min(1024, READ_BYTES * len(entries) // max(size, 1)))
 
     def block_count(self) -> int:
         """Blocks in the record."""
         return int(self._store.command("XLEN", self._blocks))
+
+    def payload_bytes(self) -> int:
+        """Bytes of the payloads in the record."""
+        return int(self._store.command("HGET", self._state, "payload_bytes") or 0)
+
+    def page_count(self) -> int:
+        """Pages in the record."""
+        return int(self._store.command("HLEN", self._pages))
+
+    def seconds_since_save(self) -> float | None:
+        """Seconds, by the clock of Redis, since a process called `begin` or `save`; None where none ever did."""
+        saved, now = self._store.command("HGET", self._state, "saved_at"), self._store.command("TIME")
+        return None if saved is None else max(0.0, int(now[0]) - int(saved))
+
+    def read_index(self, first_row: int = 0) -> Iterator[IndexEntry]:
+        """What `read_blocks` gives, without the payloads; in steps of bounded size."""
+        while True:
+            # An id is the key of the row after the block: this one is the first above `first_row`.
+            entries = self._store.command("XRANGE", self._blocks, b"%d-1" % first_row, "+", "COUNT", INDEX_STEP)
+            index = _parse_index(entries, first_row)
+            yield from index
+            if len(index) < INDEX_STEP:
+                return
+            first_row = index[-1].end_row
+
+    def _read_steps(self, first_row: int) -> Iterator[list[LoggedBlock]]:
+        rows_in_step = 1  # one block, to learn how large rows are here
+        entries = self.read_index(first_row)
+        entry = next(entries, None)
+        while entry is not None:
+            step = [entry]
+            while (entry := next(entries, None)) is not None and entry.end_row <= step[0].first_row + rows_in_step:
+                step.append(entry)
+            payloads = self._store.command("MGET", *(self._payload % entry.first_row for entry in step))
+            blocks = [
+                LoggedBlock(entry.first_row, entry.end_row - entry.first_row, entry.header, payload or b"")
+                for entry, payload in zip(step, payloads, strict=True)
+            ]
+            size, rows = sum(len(block.payload) for block in blocks), sum(block.row_count for block in blocks)
+            rows_in_step = max(1, READ_BYTES * rows // max(size, 1))
+            yield blocks
+
+
+def _parse_index(entries: Sequence[tuple[bytes, list[bytes]]], first_row: int) -> list[IndexEntry]:
+    """The entries as they were read; what a damaged one lacks follows from the one before it."""
+    index = []
+    for identifier, pairs in entries:
+        end, fields = int(identifier.partition(b"-")[0]), dict(zip(pairs[::2], pairs[1::2], strict=True))
+        text = fields.get(b"first_row", b"")
+        first = int(text) if text.isdigit() and int(text) < end else min(first_row, end - 1)
+        index.append(IndexEntry(first, end, fields.get(b"header", b"")))
+        first_row = end
+    return index
 
 
 def _require_in_step(word: str) -> None:
@@ -188,8 +318,16 @@ def _require_in_step(word: str) -> None:
         raise OutOfStepError("the record in Redis and replay's memory differ; they are being brought together, retry")
 
 
-def _format_position(position: Position) -> bytes:
-    return b"%d %d %d" % (position.incarnation, position.sequence, position.stored_row_count)
+def _state_arguments(state: LogState) -> list[bytes]:
+    arguments = _digits(state.inserted, state.sampled, state.consumed, state.dropped)
+    for collector, position in state.positions.items():
+        text = b"%d %d %d" % (position.incarnation, position.sequence, position.stored_row_count)
+        arguments += [b"%d" % collector, text]
+    return arguments
+
+
+def _digits(*values: int) -> list[bytes]:
+    return [b"%d" % value for value in values]
 
 
 def _parse_spec(data: bytes) -> RowSpec:

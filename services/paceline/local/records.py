@@ -1,0 +1,164 @@
+"""Where the record of a run lies, for the commands that look after it: a Redis that runs, or the run's own, started."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from paceline import config as settings
+from paceline.errors import ConfigError, NotFoundError
+from paceline.local.embedded import EmbeddedRedis
+from paceline.replay import record
+
+LINE_SECONDS = 5.0
+"""Between two plain lines of progress."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run and the Redis of its record. `shards`: None where nobody said."""
+
+    run_id: str
+    redis_url: str
+    shards: int | None
+
+
+@contextmanager
+def open_place(
+    run: str, *, redis_url: str | None, shards: int | None, environment: Mapping[str, str]
+) -> Iterator[Place]:
+    """The place of a run, given by its id or its folder.
+
+    What is not said is looked up: in the folder's config.yaml, in PACELINE_REPLAY__REDIS_URL, in a folder of that name
+    under runs/. A run that has no redis_url has a server of its own, which is started for as long as this is open, or
+    used where it runs.
+
+    Raises:
+        ConfigError: nothing says where the record is. NotFoundError: the folder has none.
+    """
+    folder = _folder_of(run)
+    if folder is None:
+        config = settings.load(None, [], environment)
+        url = redis_url or _url_of(config)
+        if url is None:
+            raise ConfigError(
+                f"nothing says where the record of run {run!r} is: expected --redis-url, PACELINE_REPLAY__REDIS_URL, "
+                "or the folder of the run, such as runs/first-try"
+            )
+        yield Place(run, url, shards)
+        return
+    config = settings.load(folder / "config.yaml", [], environment)
+    run_id = config.run.id or folder.name
+    count = config.replay.shards if shards is None else shards
+    url = redis_url or _url_of(config)
+    if url is not None:
+        yield Place(run_id, url, count)
+        return
+    with open_own_redis(folder) as own:
+        yield Place(run_id, own, count)
+
+
+@contextmanager
+def open_target(folder: Path | None, redis_url: str | None, environment: Mapping[str, str]) -> Iterator[str]:
+    """The URL of the Redis that an import goes to. Raises ConfigError: nothing says which."""
+    if folder is not None and redis_url is not None:
+        raise ConfigError(f"--into {folder} and --redis-url are both given: expected one of them")
+    if folder is not None:
+        (folder / "redis").mkdir(parents=True, exist_ok=True)
+        with open_own_redis(folder) as url:
+            yield url
+        return
+    named = redis_url or _url_of(settings.load(None, [], environment))
+    if named is None:
+        raise ConfigError(
+            "nothing says which Redis the record goes to: expected --redis-url, PACELINE_REPLAY__REDIS_URL, or "
+            "--into with the folder of a run"
+        )
+    yield named
+
+
+@contextmanager
+def open_own_redis(folder: Path) -> Iterator[str]:
+    """The URL of the server that `paceline train` keeps in the folder of a run; started unless it runs."""
+    data = folder / "redis"
+    if not data.is_dir():
+        raise NotFoundError(
+            f"{data} is not there: expected the data of the run's own Redis; name another by --redis-url"
+        )
+    running = find_running(data)
+    if running is not None:
+        yield running
+        return
+    server = EmbeddedRedis.start(data)
+    try:
+        yield server.url
+    finally:
+        server.stop()
+
+
+def find_running(data: Path) -> str | None:
+    """The URL of a server that works in the folder `data`, whose data a second one would ruin. Linux only."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if Path(os.readlink(process / "cwd")) != data.resolve():
+                continue
+            # The server writes its address over its arguments.
+            title = (process / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:  # it has ended, or is another user's
+            continue
+        address = re.search(r"unixsocket:([^\s\0]+)", title)
+        if address is not None:
+            return f"unix://{address[1]}"
+    return None
+
+
+@contextmanager
+def open_progress(what: str, *, sizes: bool) -> Iterator[record.Progress]:
+    """Shows how far a task is, on standard error: a bar on a terminal, a line every few seconds elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines(what)
+        return
+    columns = [TextColumn(what), BarColumn(), *([DownloadColumn()] if sizes else []), TimeRemainingColumn()]
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _Lines:
+    def __init__(self, what: str) -> None:
+        self._what, self._next = what, time.monotonic() + LINE_SECONDS
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + LINE_SECONDS
+            Console(stderr=True).print(f"{self._what}: {done / max(total, 1):.0%}", highlight=False)
+
+
+def _folder_of(run: str) -> Path | None:
+    for folder in (Path(run), settings.build({}).run.directory / run):
+        if (folder / "config.yaml").is_file():
+            return folder
+    if Path(run).is_dir() or "/" in run:
+        raise NotFoundError(f"{run} is no folder of a run: expected its config.yaml there, or the id of a run")
+    return None
+
+
+def _url_of(config: settings.Config) -> str | None:
+    if config.replay.redis_url is None:
+        return None
+    url = config.replay.redis_url.get_secret_value()
+    if ":***@" in url or "=***" in url:
+        raise ConfigError(
+            f"config.yaml of the run says {url} and hides the password: give the whole URL by --redis-url or in "
+            "PACELINE_REPLAY__REDIS_URL"
+        )
+    return url

@@ -1,0 +1,276 @@
+"""How commands reach a Redis: as they are, never twice by themselves, and with its failures as Paceline's errors.
+
+`replay.redis_url` says where it is and how it is reached; names and passwords in it are percent-encoded:
+
+    redis://host:6379/0                              TCP, database 0
+    redis://:password@host:6379/0                    with a password
+    redis://name:password@host:6379/0                as an ACL user
+    rediss://host:6379/0?ssl_ca_certs=/etc/ca.pem    TLS, the server's certificate signed by this CA; a certificate of
+                                                     one's own by ssl_certfile= and ssl_keyfile=
+    unix:///run/redis.sock?db=0                      a Unix socket; unix://name:password@/run/redis.sock as a user
+
+An ACL user needs these commands and keys, and no others:
+
+    ACL SETUSER paceline on >password ~paceline:* +ping +info +time +select +multi +exec +get +set +unlink +strlen
+        +rename +hget +hset +hsetnx +hdel +hgetall +hlen +hincrby +hscan +xadd +xtrim +xrange +xlen +mget +eval +evalsha
+
+With `+config|get` the line at the start can also say when the server writes to disk. `paceline replay import` and
+`delete` want `+scan` too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    ClusterDownError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from paceline.config import redact_url
+from paceline.errors import ConfigError, PacelineError, StoreFullError, StoreReadOnlyError, UnavailableError
+from paceline.replay.scripts import Script
+
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.25, 1.0
+"""After a failure commands fail at once for so long, twice as long after each further one: many collectors must not
+hammer a store that starts."""
+
+_AWAY = (BusyLoadingError, ClusterDownError, TryAgainError)
+_AWAY_CODES = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "BUSY")
+_STRANGE_PEER = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER", "CERTIFICATE_REQUIRED", "UNKNOWN_CA")
+_FORBIDDEN = ("NOPERM", "ACL failure in script", "can't run this command")
+_ABORTED = "Transaction discarded because of: "
+
+Argument = bytes | memoryview | str | int
+
+
+class RedisLink:
+    """One Redis. Any number of threads may use it; each command takes a connection of its own."""
+
+    def __init__(self, url: str, *, deadline_seconds: float) -> None:
+        """Connects at the first command, each of which ends within `deadline_seconds`.
+
+        Raises:
+            ConfigError: `url` is none, or names a file that is not there.
+        """
+        self.shown = redact_url(url)
+        """The URL, passwords hidden."""
+        self.is_loading = False
+        """Whether the last failure was that Redis is still loading its data."""
+        self._deadline_seconds = deadline_seconds
+        self._pausing = threading.Lock()
+        self._failures, self._paused_until, self._pause_error = 0, 0.0, PacelineError()
+        self._pool = self._open(url)
+
+    def command(self, *arguments: Argument) -> Any:
+        """Run one command and give its reply as it came. Raises the Paceline error that its failure stands for."""
+        self._refuse_while_paused(writes=False)
+        return self._first_error_raised(self._exchange([arguments]))[0]
+
+    def run_script(
+        self,
+        script: Script,
+        keys: Sequence[bytes],
+        arguments: Sequence[Argument],
+        *,
+        before: Sequence[Argument] | None = None,
+    ) -> Any:
+        """Run a script that writes, which Redis need not know yet, and give what it returns.
+
+        Args:
+            script, keys, arguments: the script and what it gets.
+            before: a command that is carried out right before it; both happen, or neither.
+
+        Raises:
+            PacelineError: what its failure stands for.
+        """
+        self._refuse_while_paused(writes=True)
+        if before is not None and self._failures:
+            self._first_error_raised(self._exchange([("PING",)]))  # a block is not sent to a store that is still away
+        returned = self._call_script(script, keys, arguments, before)
+        self._failures, self._paused_until = 0, 0.0
+        return returned
+
+    def read_by_script(self, script: Script, keys: Sequence[bytes]) -> Any:
+        """What a script that changes nothing returns: values of one moment. (A full Redis refuses transactions.)"""
+        self._refuse_while_paused(writes=False)
+        return self._call_script(script, keys, [], None)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._pool.disconnect()
+
+    def _open(self, url: str) -> redis.ConnectionPool:
+        try:
+            pool = redis.ConnectionPool.from_url(
+                url,
+                socket_timeout=self._deadline_seconds,
+                socket_connect_timeout=self._deadline_seconds,
+                retry=Retry(NoBackoff(), 0),
+                protocol=2,
+            )
+            # What redis-py would only say at the first command.
+            pool.connection_class(**pool.connection_kwargs)
+            arguments = parse_qs(urlsplit(url).query)
+        except (ValueError, TypeError, RedisError) as error:
+            raise ConfigError(
+                f"replay.redis_url {self.shown}: {redact_url(str(error))}: expected redis://host:port/number, "
+                "rediss://host:port/number?ssl_ca_certs=file or unix://path?db=number"
+            ) from error
+        for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
+            for path in arguments.get(name, []):
+                if not Path(path).is_file():
+                    raise ConfigError(f"replay.redis_url {self.shown}: {name} is {path}: expected a file that exists")
+        return pool
+
+    def _call_script(
+        self, script: Script, keys: Sequence[bytes], arguments: Sequence[Argument], before: Sequence[Argument] | None
+    ) -> Any:
+        rest = (len(keys), *keys, *arguments)
+
+        def send(call: Sequence[Argument]) -> list[Any]:
+            return self._exchange([call] if before is None else [("MULTI",), before, call, ("EXEC",)])
+
+        def result(replies: list[Any]) -> Any:
+            inside = before is not None and isinstance(replies[-1], list)
+            return replies[-1][-1] if inside else replies[-1]
+
+        replies = send(("EVALSHA", script.sha, *rest))
+        if isinstance(result(replies), NoScriptError):
+            # Nothing of it ran; Redis has restarted, or this is its first time.
+            replies = send(("EVAL", script.text, *rest))
+        return result(self._first_error_raised(replies))
+
+    def _exchange(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
+        """Send commands in one go and read a reply to each; one that is an error is given as that."""
+        try:
+            connection = self._pool.get_connection()
+            try:
+                # redis-py would copy a block twice to pack it; here its bytes go to the socket as they are.
+                connection.send_packed_command(_pack(commands))  # type: ignore[no-untyped-call]
+                replies = [_read_reply(connection) for _ in commands]
+                if len(commands) > 1 and any(isinstance(reply, RedisError) for reply in replies):
+                    connection.disconnect()  # type: ignore[no-untyped-call]  # it may still be within its transaction
+                return replies
+            except BaseException:
+                # Nobody else must read the rest of the replies.
+                connection.disconnect()  # type: ignore[no-untyped-call]
+                raise
+            finally:
+                self._pool.release(connection)
+        except RedisError as error:
+            raise self._as_error(error) from error
+
+    def _first_error_raised(self, replies: list[Any]) -> list[Any]:
+        for reply in [*replies, *(replies[-1] if isinstance(replies[-1], list) else [])]:
+            if isinstance(reply, RedisError):
+                raise self._as_error(reply) from reply
+        if isinstance(self._pause_error, UnavailableError):
+            self._paused_until = 0.0
+        return replies
+
+    def _refuse_while_paused(self, *, writes: bool) -> None:
+        with self._pausing:
+            error = self._pause_error
+            if writes or isinstance(error, UnavailableError):
+                if time.monotonic() < self._paused_until:
+                    raise type(error)(str(error))
+                if self._failures:
+                    # This caller tries; the others wait for what it finds.
+                    self._paused_until = time.monotonic() + FIRST_PAUSE_SECONDS
+
+    def _pause(self, error: PacelineError) -> PacelineError:
+        with self._pausing:
+            seconds = min(FIRST_PAUSE_SECONDS * 2**self._failures, LAST_PAUSE_SECONDS)
+            self._failures = min(self._failures + 1, 10)
+            self._paused_until, self._pause_error = time.monotonic() + seconds, error
+        return error
+
+    def _as_error(self, error: RedisError) -> PacelineError:
+        text, self.is_loading = str(error).removeprefix(_ABORTED), False
+        if isinstance(error, OutOfMemoryError) or text.startswith("OOM"):
+            return StoreFullError(
+                f"Redis at {self.shown} is full, nothing of the write was kept: raise its maxmemory, "
+                "or lower capacity_rows of the tables"
+            )
+        if text.startswith("MISCONF"):
+            return self._pause(
+                StoreReadOnlyError(
+                    f"Redis at {self.shown} refuses writes: {text}; free its disk, and it takes writes again"
+                )
+            )
+        if isinstance(error, ReadOnlyError) or text.startswith("READONLY"):
+            # The primary is elsewhere now: the next command resolves its name again.
+            self._pool.disconnect(inuse_connections=False)
+            return self._pause(UnavailableError(f"Redis at {self.shown} is a read-only replica: its primary has moved"))
+        if isinstance(error, _AWAY) or text.startswith(_AWAY_CODES):
+            self.is_loading = isinstance(error, BusyLoadingError) or text.startswith("LOADING")
+            return self._pause(
+                UnavailableError(f"Redis at {self.shown} is not ready: {text or 'it is loading its data'}")
+            )
+        if isinstance(error, NoPermissionError) or any(word in text for word in _FORBIDDEN):
+            return ConfigError(
+                f"Redis at {self.shown} forbids a command to this user: {text}; "
+                "give it those that `pydoc paceline.replay.link` lists"
+            )
+        if isinstance(error, AuthenticationError | AuthorizationError) or text.startswith(("NOAUTH", "WRONGPASS")):
+            return ConfigError(
+                f"Redis at {self.shown} does not admit us: {text}; "
+                "set name and password in replay.redis_url, as redis://name:password@host:port/0"
+            )
+        if isinstance(error, RedisTimeoutError):
+            return self._pause(
+                UnavailableError(f"Redis at {self.shown} did not answer within {self._deadline_seconds:g} s")
+            )
+        if isinstance(error, RedisConnectionError) and any(word in text for word in _STRANGE_PEER):
+            return ConfigError(
+                f"Redis at {self.shown} and we cannot agree on TLS: {text}; name its CA by ssl_ca_certs= in "
+                "replay.redis_url, and use rediss:// where it speaks TLS and redis:// where it does not"
+            )
+        if isinstance(error, RedisConnectionError):
+            return self._pause(UnavailableError(f"Redis at {self.shown} cannot be reached: {text}; is it running?"))
+        return PacelineError(f"Redis at {self.shown} refused a command: {type(error).__name__}: {text}")
+
+
+def _read_reply(connection: Any) -> Any:
+    try:
+        return connection.read_response()
+    except ResponseError as error:
+        return error  # a whole reply: those after it are still to be read
+
+
+def _pack(commands: Sequence[Sequence[Argument]]) -> list[bytes | memoryview]:
+    """Commands in the protocol of Redis, in pieces: large arguments stay the objects that they are."""
+    pieces: list[bytes | memoryview] = []
+    text = bytearray()
+    for command in commands:
+        text += b"*%d\r\n" % len(command)
+        for argument in command:
+            data = argument if isinstance(argument, bytes | memoryview) else str(argument).encode()
+            text += b"$%d\r\n" % len(data)
+            if len(data) > 4096:
+                pieces += [bytes(text), data]
+                text = bytearray()
+            else:
+                text += data
+            text += b"\r\n"
+    return [*pieces, bytes(text)]
