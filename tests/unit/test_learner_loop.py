@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from paceline import config as settings
 from paceline.errors import DeadlineError, NonFiniteError
-from paceline.learner.algorithms import TransitionBatch
+from paceline.learner import loop as loop_module
+from paceline.learner.algorithms import TransitionBatch, Update
 from paceline.learner.loop import Budget, Loop, Progress
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.sources import Batch
@@ -28,15 +29,34 @@ class ScriptedSource:
 
     def __init__(self, inserted: int, version: int = 1) -> None:
         self.inserted, self.version = inserted, version
+        self.details: dict[str, Any] = {}
+        self.priorities: list[tuple[list[int], list[float]]] = []
+        self.policy_versions: list[int] = []
+        self.stored_until, self.batches_until_more = 10**9, 0
+        """No row more is stored above that number until so many batches were taken."""
 
     def next_batch(self, seconds: float) -> Batch:
         if self.inserted < 0:
             raise DeadlineError(f"no batch within {seconds} s: the limiter holds samples back")
         block = Block.empty(SPEC, 4)
         block.columns["policy_version"] = self.version
-        batch = Batch(block.data, table_row_count=self.inserted, inserted_row_count=self.inserted)
-        self.inserted += 1
+        batch = Batch(
+            torch.from_numpy(block.data),
+            table_row_count=self.inserted,
+            inserted_row_count=self.inserted,
+            **self.details,
+        )
+        if self.inserted < self.stored_until or self.batches_until_more == 0:
+            self.inserted += 1
+        else:
+            self.batches_until_more -= 1
         return batch
+
+    def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> None:
+        self.priorities.append((keys.tolist(), priorities.tolist()))
+
+    def set_policy_version(self, version: int) -> None:
+        self.policy_versions.append(version)
 
     def close(self) -> None: ...
 
@@ -44,10 +64,13 @@ class ScriptedSource:
 class CountingAlgorithm:
     def __init__(self) -> None:
         self.update_count, self.finite = 0, True
+        self.weights: list[torch.Tensor | None] = []
+        self.errors: torch.Tensor | None = None
 
-    def update(self, batch: TransitionBatch) -> Mapping[str, torch.Tensor]:
+    def update(self, batch: TransitionBatch) -> Update:
         self.update_count += 1
-        return {"critic_loss": torch.tensor(1.0)}
+        self.weights.append(batch.weight)
+        return Update({"critic_loss": torch.tensor(1.0)}, self.errors)
 
     def check_finite(self) -> None:
         if not self.finite:
@@ -63,6 +86,7 @@ class Run:
         steps: int,
         start: Progress | None = None,
         algorithm: CountingAlgorithm | None = None,
+        table: Mapping[str, Any] | None = None,
     ) -> None:
         self.published: list[Progress] = []
         self.checkpoints: list[Progress] = []
@@ -74,7 +98,7 @@ class Run:
             settings.build(
                 {
                     "run": {"environment_steps": steps},
-                    "replay": {"tables": {"transitions": {"limiter": {"min_rows": 1}}}},
+                    "replay": {"tables": {"transitions": {"limiter": {"min_rows": 1}, **(table or {})}}},
                     "learner": {"publish_every_updates": 5, "checkpoint": {"every_updates": 20}},
                 }
             ),
@@ -95,7 +119,17 @@ def test_a_run_ends_when_its_steps_are_stored_and_every_update_they_ask_for_is_d
     run = Run(ScriptedSource(inserted=100), steps=110, start=Progress().beside(0, min_rows=100))
     # The source stores a row for each batch, up to 110 and beyond: ten steps ask for ten updates.
     assert run.loop.run(StopSignal())
-    assert run.algorithm.update_count == 11
+    assert run.algorithm.update_count == 10
+    assert run.loop.progress.environment_steps == 110
+
+
+def test_a_run_whose_last_steps_are_late_is_not_trained_beyond_what_they_ask_for(monkeypatch):
+    monkeypatch.setattr(loop_module, "PASS_OVER_SECONDS", 0.0)
+    source = ScriptedSource(inserted=100)
+    source.stored_until, source.batches_until_more = 105, 30
+    run = Run(source, steps=110, start=Progress().beside(0, min_rows=100))
+    assert run.loop.run(StopSignal())
+    assert run.algorithm.update_count == 10
     assert run.loop.progress.environment_steps == 110
 
 
@@ -136,7 +170,7 @@ def test_the_reported_step_goes_on_from_the_checkpoint_after_the_store_was_lost(
 def test_snapshots_come_after_every_fifth_update_and_at_the_end():
     run = Run(ScriptedSource(inserted=0), steps=12, start=Progress(policy_version=1))
     run.loop.run(StopSignal())
-    assert [progress.learner_step for progress in run.published] == [5, 10, 13]
+    assert [progress.learner_step for progress in run.published] == [5, 10, 12]
     assert [progress.policy_version for progress in run.published] == [2, 3, 4]
 
 
@@ -167,8 +201,9 @@ def test_a_stop_while_no_rows_come_ends_the_loop_with_a_checkpoint_at_the_last_u
 def test_training_lag_counts_every_row_by_the_version_behind():
     run = Run(ScriptedSource(inserted=0, version=1), steps=7, start=Progress(policy_version=1))
     run.loop.run(StopSignal())
-    # Versions 1 while updates 1-5 ran, then 2 for 6-8: 5 batches of 4 rows at lag 0, 3 batches at lag 1.
-    assert run.metrics.training_lag_versions.counts() == {"0": 20, "1": 12}
+    # Version 1 while updates 1-5 ran, then 2 for 6 and 7: 5 batches of 4 rows at lag 0, 2 batches at lag 1. A batch that
+    # came when all was done was not trained on, and does not count.
+    assert run.metrics.training_lag_versions.counts() == {"0": 20, "1": 8}
 
 
 def test_lag_is_absent_before_the_first_row():
@@ -189,3 +224,42 @@ def test_time_spent_sums_to_the_time_that_passed():
     ]
     assert np.sum(seconds) > 0
     assert all(value >= 0 for value in seconds)
+
+
+def test_rows_without_probabilities_train_without_weights():
+    run = Run(ScriptedSource(inserted=0), steps=3)
+    run.loop.run(StopSignal())
+    assert set(run.algorithm.weights) == {None}
+    assert run.loop._source.priorities == []
+
+
+def test_prioritised_rows_are_weighted_against_the_bias_of_their_draw():
+    source = ScriptedSource(inserted=400)
+    source.details = {
+        "keys": np.arange(4),
+        "probabilities": np.array([0.01, 0.02, 0.04, 0.16], np.float32),
+        "stored_at": np.zeros(4),
+    }
+    run = Run(source, steps=400, table={"sampler": "prioritised", "prioritised": {"importance_exponent": 0.5}})
+    run.loop.run(StopSignal())
+    # (400 P)^-0.5 is 0.5, 0.35, 0.25, 0.125, over the largest.
+    assert run.algorithm.weights[0] is not None
+    torch.testing.assert_close(run.algorithm.weights[0], torch.tensor([1.0, 0.5**0.5, 0.5, 0.25]))
+
+
+def test_priorities_follow_the_errors_of_their_rows_and_what_is_not_finite_stays_here():
+    source = ScriptedSource(inserted=100)
+    source.details = {"keys": np.array([5, 6, 7, 8]), "probabilities": np.full(4, 0.1, np.float32)}
+    algorithm = CountingAlgorithm()
+    algorithm.errors = torch.tensor([0.5, float("nan"), 0.0, 2.0])
+    Run(source, steps=100, algorithm=algorithm, table={"sampler": "prioritised"}).loop.run(StopSignal())
+    keys, priorities = source.priorities[0]
+    assert keys == [5, 7, 8]
+    # A row that surprises no more is drawn again some time: priority 0 would be for ever.
+    assert priorities == pytest.approx([0.5, 1e-6, 2.0])
+
+
+def test_the_source_is_told_each_new_policy_version():
+    source = ScriptedSource(inserted=0)
+    Run(source, steps=12, start=Progress(policy_version=1)).loop.run(StopSignal())
+    assert source.policy_versions == [2, 3, 4]

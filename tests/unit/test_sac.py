@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -43,6 +44,13 @@ def make_batch(seed: int = 0, dtype: torch.dtype = torch.float32, rows: int = 32
     )
 
 
+def with_several_steps(batch: TransitionBatch) -> TransitionBatch:
+    """The batch as if its rows spanned 1 to 3 steps, and with importance weights."""
+    rows = len(batch.reward)
+    counts = torch.arange(rows, dtype=torch.int32) % 3 + 1
+    return dataclasses.replace(batch, step_count=counts, weight=torch.linspace(0.1, 1, rows, dtype=batch.reward.dtype))
+
+
 class PlainSac:
     """Soft actor-critic as a textbook writes it: two critics one after another, autograd, torch.optim, no sharing."""
 
@@ -76,9 +84,13 @@ class PlainSac:
             action, density = self.sample(batch.next_observation)
             first, second = self.values(self.targets, batch.next_observation, action)
             future = torch.minimum(first, second) - temperature * density
-            target = torch.where(batch.terminated, batch.reward, batch.reward + 0.98 * future)
+            steps = torch.tensor(1) if batch.step_count is None else batch.step_count
+            discount = 0.98 ** steps.to(batch.reward.dtype)
+            target = torch.where(batch.terminated, batch.reward, batch.reward + discount * future)
+        weight = 1.0 if batch.weight is None else batch.weight
         losses = [
-            0.5 * (q - target).square().mean() for q in self.values(self.critics, batch.observation, batch.action)
+            0.5 * (weight * (q - target).square()).mean()
+            for q in self.values(self.critics, batch.observation, batch.action)
         ]
         self.critic_optimiser.zero_grad()
         (losses[0] + losses[1]).backward()
@@ -110,12 +122,19 @@ def plain_critics(state: dict[str, Tensor], prefix: str) -> list[nn.Sequential]:
     return critics
 
 
+@pytest.mark.parametrize("n_step", [1, 3])
 @pytest.mark.parametrize("updates", [1, 5])
-def test_the_flat_and_stacked_update_is_the_textbook_one(updates: int) -> None:
+def test_the_flat_and_stacked_update_is_the_textbook_one(updates: int, n_step: int) -> None:
     actor = make_actor().double()
     oracle_actor = copy.deepcopy(actor)
     sac = make_sac(
-        actor, gamma=0.98, tau=0.1, actor_learning_rate=1e-3, critic_learning_rate=3e-3, temperature_learning_rate=2e-3
+        actor,
+        gamma=0.98,
+        n_step=n_step,
+        tau=0.1,
+        actor_learning_rate=1e-3,
+        critic_learning_rate=3e-3,
+        temperature_learning_rate=2e-3,
     )
     state = sac.state_dict()
     oracle = PlainSac(oracle_actor, plain_critics(state, "critic"), seed=0)
@@ -123,6 +142,8 @@ def test_the_flat_and_stacked_update_is_the_textbook_one(updates: int) -> None:
 
     for index in range(updates):
         batch = make_batch(index, torch.float64)
+        if n_step > 1:
+            batch = with_several_steps(batch)
         sac.update(batch)
         oracle.update(batch)
 
@@ -142,7 +163,7 @@ def test_a_restored_algorithm_goes_on_bit_for_bit() -> None:
         stopped.update(make_batch(index))
     fresh.load_state_dict(stopped.state_dict())
     for index in range(3, 6):
-        left, right = stopped.update(make_batch(index)), fresh.update(make_batch(index))
+        left, right = stopped.update(make_batch(index)).figures, fresh.update(make_batch(index)).figures
         assert {name: value.item() for name, value in left.items()} == {
             name: value.item() for name, value in right.items()
         }
@@ -264,6 +285,7 @@ def test_a_batch_reads_packed_rows_of_any_observation(dtype: str, shape: tuple[i
     block.columns["reward"] = [1, 2, 3, 4]
     block.columns["terminated"] = [False, True, False, True]
     block.columns["truncated"] = True
+    block.columns["step_count"] = [1, 2, 3, 1]
 
     batch = TransitionBatch.from_rows(spec, torch.from_numpy(block.data))
 
@@ -273,11 +295,44 @@ def test_a_batch_reads_packed_rows_of_any_observation(dtype: str, shape: tuple[i
     assert torch.equal(batch.action, torch.arange(6.0).repeat(4, 1))
     assert batch.reward.tolist() == [1, 2, 3, 4]
     assert batch.terminated.tolist() == [False, True, False, True]
+    assert batch.step_count is not None
+    assert batch.step_count.tolist() == [1, 2, 3, 1]
 
 
 def test_a_float32_observation_is_read_without_a_copy() -> None:
     rows = torch.zeros(3, 4)
     assert flatten_observation(rows).data_ptr() == rows.data_ptr()
+
+
+def test_priorities_are_the_mean_error_of_both_critics_before_the_update() -> None:
+    sac = make_sac(make_actor().double())
+    batch = dataclasses.replace(make_batch(0, torch.float64), weight=torch.full((32,), 0.5, dtype=torch.float64))
+    batch.terminated[:] = True  # the target is the reward
+    critics = plain_critics(sac.state_dict(), "critic")
+    first, second = PlainSac.values(critics, batch.observation, batch.action)
+    expected = ((first - batch.reward).abs() + (second - batch.reward).abs()) / 2
+    priorities = sac.update(batch).priorities
+    assert priorities is not None
+    torch.testing.assert_close(priorities, expected.detach())
+
+
+def test_an_update_without_weights_gives_no_priorities() -> None:
+    assert make_sac().update(make_batch()).priorities is None
+
+
+def test_weights_of_one_change_nothing() -> None:
+    plain, weighted = make_sac(), make_sac()
+    plain.update(make_batch())
+    weighted.update(dataclasses.replace(make_batch(), weight=torch.ones(32)))
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(weighted.state_dict()[name], tensor)
+
+
+def test_rows_of_one_step_do_not_look_at_the_count_of_steps() -> None:
+    plain, counted = make_sac(), make_sac()
+    plain.update(make_batch())
+    counted.update(dataclasses.replace(make_batch(), step_count=torch.full((32,), 7)))
+    assert torch.equal(plain.state_dict()["critic/0.weight"], counted.state_dict()["critic/0.weight"])
 
 
 def test_the_algorithm_is_built_from_the_settings_of_a_run() -> None:

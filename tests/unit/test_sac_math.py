@@ -15,7 +15,8 @@ from paceline.learner.algorithms.sac_math import (
     temperature_loss,
 )
 
-CASES = json.loads((Path(__file__).parents[1] / "data" / "sac-cases.json").read_text())["soft"]
+DATA = json.loads((Path(__file__).parents[1] / "data" / "sac-cases.json").read_text())
+CASES = DATA["soft"]
 
 
 def f64(values: Any) -> torch.Tensor:
@@ -33,6 +34,23 @@ def test_soft_targets_are_those_of_the_reference(case: dict[str, Any]) -> None:
         case["gamma"],
     )
     torch.testing.assert_close(target, f64(case["expected_target"]), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", DATA["n_step"], ids=lambda case: case["name"])
+def test_targets_of_several_steps_are_those_of_the_reference(case: dict[str, Any]) -> None:
+    expected = case["expected"]
+    following = f64(case["next_values"])[torch.tensor(expected["bootstrap_index"])]
+    # A window that ended by termination is the one that the reference does not bootstrap.
+    terminated = f64(expected["bootstrap_discount"]) == 0
+    target = soft_target(
+        f64(expected["n_step_reward"]),
+        terminated,
+        torch.stack((following, following + 1)),
+        torch.zeros(len(following), dtype=torch.float64),
+        f64(0.0),
+        torch.pow(f64(case["gamma"]), torch.tensor(expected["steps"])),
+    )
+    torch.testing.assert_close(target, f64(expected["target"]), rtol=1e-9, atol=1e-9)
 
 
 def test_a_truncated_step_has_a_future_and_a_terminated_one_has_none() -> None:
@@ -61,6 +79,9 @@ def test_the_written_out_gradients_are_those_of_autograd() -> None:
 
     (by_critic,) = torch.autograd.grad(critic_loss(q, target), q)
     torch.testing.assert_close(by_critic, critic_loss_gradient(q.detach(), target))
+    weight = torch.rand(30, generator=generator, dtype=torch.float64)
+    (by_critic,) = torch.autograd.grad(critic_loss(q, target, weight), q)
+    torch.testing.assert_close(by_critic, critic_loss_gradient(q.detach(), target, weight))
     (by_actor,) = torch.autograd.grad(actor_loss(log_prob, q, f64(0.2)), q)
     torch.testing.assert_close(by_actor, actor_loss_gradient(q.detach()))
     loss = temperature_loss(log_temperature, log_prob, -3.0)

@@ -1,4 +1,4 @@
-"""Messages between the training process and its endpoint process: a JSON object, and bytes beside it.
+"""Messages between the training process and a process that it started: a JSON object, and bytes beside it.
 
 On the wire: two 4-byte big-endian lengths, the JSON, the bytes. Both ends are of one release and one machine, so there
 is no version; nothing is pickled.
@@ -29,10 +29,10 @@ class Message:
         return b"".join((_LENGTHS.pack(len(text), len(self.body)), text, self.body))
 
 
-def take_messages(buffer: bytearray) -> list[Message]:
-    """The complete messages at the front of `buffer`, which keeps the rest."""
-    messages = []
-    while len(buffer) >= _LENGTHS.size:
+def take_messages(buffer: bytearray, limit: int | None = None) -> list[Message]:
+    """The complete messages at the front of `buffer`, at most `limit`; `buffer` keeps the rest."""
+    messages: list[Message] = []
+    while len(buffer) >= _LENGTHS.size and len(messages) != limit:
         text_bytes, body_bytes = _LENGTHS.unpack_from(buffer)
         end = _LENGTHS.size + text_bytes + body_bytes
         if len(buffer) < end:

@@ -15,16 +15,21 @@ from paceline.config import Config
 from paceline.errors import DeadlineError
 from paceline.identity import PolicyIdentity
 from paceline.learner.algorithms import Algorithm, TransitionBatch
+from paceline.learner.importance import importance_weights, usable_priorities
 from paceline.learner.metrics import ACTIVITIES, LearnerMetrics
 from paceline.learner.sources import Batch, BatchSource
 from paceline.process import StopSignal
-from paceline.rows import RowSpec, numpy_columns
+from paceline.rows import RowSpec, torch_columns
 from paceline.telemetry import ActivityClock, get_logger
 
 WAIT_SLICE_SECONDS = 0.5
 """A wait for rows looks up this often, to see a stop signal or a dead endpoint."""
+PASS_OVER_SECONDS = 0.005
+"""Between batches that are passed over: collectors need the processor more."""
 REPORT_WAIT_SECONDS = 10.0
 """A wait for rows that lasts so long is said in the log, with its reason."""
+
+_STAMPS = ("policy_version", "policy_learner_step", "collected_at")
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,14 @@ class Budget:
             return False
         return progress.learner_step >= self.updates_due(progress, self.environment_steps)
 
+    def allows_update(self, progress: Progress, *, most_ahead: int) -> bool:
+        """Whether another update is asked for by the steps of the whole run, and by those so far, give or take some."""
+        if self.updates_per_step is None:
+            return True
+        whole = self.updates_due(progress, self.environment_steps)
+        so_far = self.updates_due(progress, progress.environment_steps)
+        return progress.learner_step < min(whole, so_far + most_ahead)
+
     def updates_due(self, progress: Progress, environment_steps: int) -> int:
         """Updates of the whole run that so many environment steps ask for; 0 where the ratio runs free."""
         if self.updates_per_step is None:
@@ -114,6 +127,11 @@ class Loop:
             config.run.environment_steps,
             self._settings.updates_per_step if self._settings.updates == "strict" else None,
         )
+        table = config.replay.tables[self._settings.table]
+        self._importance_exponent = table.prioritised.importance_exponent
+        # As far as the limiter lets samples run ahead of inserts, and the batch that is on its way meanwhile.
+        window = config.limiter_window_rows() or 0
+        self._most_ahead = math.ceil(window / 2 / self._settings.batch_size) + 1
         self._metrics = metrics
         self._publish_snapshot, self._write_checkpoint, self._record = publish, checkpoint, record
         self._check_endpoint = check_endpoint
@@ -136,8 +154,15 @@ class Loop:
             if batch is None:
                 break
             self._clock.switch("updating")
-            self._observe(batch)
-            figures = self._algorithm.update(TransitionBatch.from_rows(self._spec, torch.from_numpy(batch.rows)))
+            self._count_steps(batch)
+            if not self._budget.allows_update(self.progress, most_ahead=self._most_ahead):
+                # A shard that is complete gives samples freely while another still owes its rows. To be passed over
+                # counts as sampled there, which lets it take them.
+                self._metrics.passed_over_batches.inc()
+                stop.wait(PASS_OVER_SECONDS)
+                continue
+            self._observe_lag(batch)
+            figures = self._update(batch)
             self._count_update()
             if self.progress.learner_step % self._settings.publish_every_updates == 0:
                 self.publish()
@@ -160,6 +185,7 @@ class Loop:
             following = replace(self.progress, policy_version=self.progress.policy_version + 1)
             self._publish_snapshot(following)
             self.progress = following
+            self._source.set_policy_version(following.policy_version)
 
     def checkpoint(self) -> None:
         """Write a checkpoint, if the state is finite."""
@@ -185,13 +211,31 @@ class Loop:
                     said = True
         return None
 
-    def _observe(self, batch: Batch) -> None:
-        """Count the batch: environment steps so far, and how far its rows lag behind the learner."""
+    def _update(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Improve the actor by the batch, and have the priorities of its rows follow."""
+        if batch.keys is None or batch.probabilities is None:
+            return self._algorithm.update(TransitionBatch.from_rows(self._spec, batch.rows)).figures
+        weight = importance_weights(batch.probabilities, batch.table_row_count, self._importance_exponent)
+        update = self._algorithm.update(
+            TransitionBatch.from_rows(self._spec, batch.rows, weight=torch.from_numpy(weight).to(batch.rows.device))
+        )
+        if update.priorities is not None:
+            usable, priorities = usable_priorities(update.priorities.cpu().numpy())
+            self._source.update_priorities(batch.keys[usable], priorities)
+        return update.figures
+
+    def _count_steps(self, batch: Batch) -> None:
+        """Take over what the batch says of the run: its environment steps so far."""
         steps = batch.inserted_row_count + self.progress.step_offset
         if steps > self.progress.environment_steps:
             self.progress = replace(self.progress, environment_steps=steps)
         self._replay_rows = batch.table_row_count
-        columns = numpy_columns(self._spec, batch.rows)
+
+    def _observe_lag(self, batch: Batch) -> None:
+        """Count how far the rows that are trained on lag behind the learner."""
+        columns = {
+            name: column.cpu().numpy() for name, column in torch_columns(self._spec, batch.rows, _STAMPS).items()
+        }
         self._metrics.training_lag_versions.observe(self.progress.policy_version - columns["policy_version"])
         # A learner that resumed from an older checkpoint meets rows of policies with more updates than it has itself.
         behind = self.progress.learner_step - columns["policy_learner_step"]

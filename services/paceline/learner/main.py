@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -14,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from paceline.actors import ActorSemantics, build_actor, squashed_gaussian_semantics
 from paceline.config import Config
 from paceline.envs import describe_environment
-from paceline.errors import CheckpointError, DeadlineError, PacelineError
+from paceline.errors import CheckpointError, ConfigError, DeadlineError, PacelineError
 from paceline.identity import PolicyIdentity
 from paceline.learner.algorithms import Algorithm, build_algorithm
 from paceline.learner.checkpoint import Checkpoints, Counters
@@ -22,7 +23,7 @@ from paceline.learner.endpoint import Endpoint
 from paceline.learner.ledger import Ledger
 from paceline.learner.loop import Loop, Progress
 from paceline.learner.metrics import LearnerMetrics
-from paceline.learner.sources import SampleSource
+from paceline.learner.sources import BatchSource, open_followed, open_samples, require_ring_fits
 from paceline.process import StopSignal
 from paceline.rows import RowSpec, transition_spec
 from paceline.rpc.client import Backoff, call_until_answered, open_channel
@@ -36,11 +37,13 @@ def run(config: Config, *, resume: bool, stop: StopSignal) -> None:
     """Train until the run ends or the process is asked to stop; either way a checkpoint is written.
 
     Raises:
+        ConfigError: there is no such device, or not the memory to follow the table.
         ConflictError: the run is used and `resume` is not asked for, or another learner has it.
         CheckpointError: there is no checkpoint to resume from, or it is damaged or of another run.
         NonFiniteError: a loss, gradient or weight is not finite; nothing of it was published or saved.
     """
     torch.set_num_threads(config.learner.threads)
+    device = _device(config)
     environment = describe_environment(config.env, algorithm=config.learner.algorithm.name)
     spec = transition_spec(environment.observation, environment.action)
     semantics = squashed_gaussian_semantics(
@@ -49,12 +52,13 @@ def run(config: Config, *, resume: bool, stop: StopSignal) -> None:
         action_low=environment.action_low,
         action_high=environment.action_high,
     )
+    require_ring_fits(config, spec, device)
     registry = CollectorRegistry()
     metrics = LearnerMetrics(registry)
     server = serve_metrics(registry, config.learner.metrics_listen, "learner")
     try:
         with Ledger.open(config.run_folder, resume) as ledger:
-            _Training(config, ledger, spec, semantics, metrics, resume=resume).run(stop)
+            _Training(config, ledger, spec, semantics, metrics, device=device, resume=resume).run(stop)
     finally:
         server.close()
 
@@ -70,8 +74,10 @@ class _Training:
         semantics: ActorSemantics,
         metrics: LearnerMetrics,
         *,
+        device: torch.device,
         resume: bool,
     ) -> None:
+        self._device = device
         self._config, self._spec, self._semantics, self._metrics = config, spec, semantics, metrics
         self._incarnation = ledger.incarnation
         self._log = get_logger()
@@ -113,30 +119,40 @@ class _Training:
             self._start = replace(self._start, policy_version=self._start.policy_version + 1)
             # Served before replay is even asked for, so that nobody's readiness waits for anybody's.
             self._publish(self._start)
-            with open_channel(self._config.replay.address, self._config.rpc) as channel:
+            with contextlib.ExitStack() as cleanup:
+                source = None
+                if not self._config.follows:
+                    # Processes are started while this one has no channel open.
+                    source = open_samples(self._config, self._spec, **self._source_options())
+                    cleanup.callback(source.close)
+                channels = [
+                    cleanup.enter_context(open_channel(address, self._config.rpc))
+                    for address in self._config.replay.shard_addresses()
+                ]
                 try:
-                    inserted_rows = self._open_table(channel, stop)
+                    # Every shard has to be there to begin with; later, training goes on without one.
+                    inserted_rows = sum(self._open_table(number, each, stop) for number, each in enumerate(channels))
                 except DeadlineError:
                     if not stop.is_set():
                         raise
                     self._log.info("stopped_before_training")
                     return
-                self._learn(channel, inserted_rows, stop)
+                if source is None:
+                    source = open_followed(self._config, channels, self._spec, **self._source_options())
+                    cleanup.callback(source.close)
+                self._learn(source, inserted_rows, stop)
 
-    def _learn(self, channel: grpc.Channel, inserted_rows: int, stop: StopSignal) -> None:
+    def _source_options(self) -> dict[str, Any]:
+        seed = _seed_of(self._config, self._incarnation)
+        return {"seed": seed, "metrics": self._metrics, "device": self._device}
+
+    def _learn(self, source: BatchSource, inserted_rows: int, stop: StopSignal) -> None:
         settings, table = self._config.learner, self._config.replay.tables[self._config.learner.table]
         start = self._start.beside(inserted_rows, table.limiter.min_rows)
-        source = SampleSource(
-            channel,
-            run_id=self._config.run_id,
-            table=settings.table,
-            spec=self._spec,
-            batch_size=settings.batch_size,
-            prefetch=settings.prefetch_batches,
-            seed=_seed_of(self._config, self._incarnation),
-            rpc=self._config.rpc,
-            metrics=self._metrics,
-        )
+        if table.queue:
+            # Its last rows may all be consumed: then there is no batch to learn from that the run is at its end.
+            start = replace(start, environment_steps=inserted_rows + start.step_offset)
+        source.set_policy_version(start.policy_version)
         loop = Loop(
             self._config,
             algorithm=self._algorithm,
@@ -150,10 +166,8 @@ class _Training:
             record=self._record,
             check_endpoint=self._endpoint.check,
         )
-        try:
-            finished = loop.run(stop)
-        finally:
-            source.close()
+        finished = loop.run(stop)
+        source.close()
         self._log.info("training_ended", finished=finished, **vars(loop.progress))
         if finished:
             self._endpoint.finish()
@@ -187,8 +201,8 @@ class _Training:
         self._log.info("resumed", checkpoint=str(checkpoint.path), **vars(self._start))
         return True
 
-    def _open_table(self, channel: grpc.Channel, stop: StopSignal) -> int:
-        """Declare the rows, however long replay takes to come; rows that the table ever got, before and now.
+    def _open_table(self, shard: int, channel: grpc.Channel, stop: StopSignal) -> int:
+        """Declare the rows to a shard, however long it takes to come; rows that its table ever got, before and now.
 
         Raises:
             DeadlineError: the process was asked to stop first.
@@ -211,11 +225,11 @@ class _Training:
             self._endpoint.check()
             if str(error) != said:
                 said = str(error)
-                self._log.info("waiting_for_replay", reason=said)
+                self._log.info("waiting_for_replay", shard=shard, reason=said)
 
         answer = call_until_answered(
             open_and_describe,
-            peer=f"replay at {self._config.replay.address}",
+            peer=f"replay at {self._config.replay.shard_addresses()[shard]}",
             backoff=Backoff(self._config.rpc),
             stop=stop,
             on_wait=waiting,
@@ -248,6 +262,16 @@ class _Training:
 
     def _record(self, fields: Mapping[str, Any]) -> None:
         self._endpoint.record("training", fields)
+
+
+def _device(config: Config) -> torch.device:
+    if config.learner.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "learner.device is 'cuda' and no CUDA device is visible to this process: expected one (nvidia-smi lists "
+            "them; a pod needs a GPU limit and a runtime class, CUDA_VISIBLE_DEVICES must not be empty, torch must be "
+            "built for CUDA), or learner.device=cpu"
+        )
+    return torch.device(config.learner.device)
 
 
 def _build_algorithm(config: Config, semantics: ActorSemantics) -> Algorithm:

@@ -21,6 +21,12 @@ class LearnerMetrics:
             "Optimiser updates since this process started. Bad: a rate of 0 while rows arrive.",
             registry=registry,
         )
+        self.passed_over_batches = Counter(
+            "paceline_learner_passed_over_batches_total",
+            "Batches not trained on: the run's steps did not ask for an update yet. Bad: growing while no shard of replay "
+            "is behind the others.",
+            registry=registry,
+        )
         self.training_lag_versions = BulkHistogram(
             "paceline_learner_training_lag_versions",
             "Learner's version minus the row's version, for each row trained on. Bad: a p99 that grows without end.",
@@ -61,8 +67,26 @@ class LearnerMetrics:
         )
         self.sample_failures = Counter(
             "paceline_learner_sample_failures_total",
-            "Times that the stream of samples was cut and opened again, by reason. Bad: a steady rate.",
+            "Times that a stream of rows from replay was cut and opened again, by reason. Bad: a steady rate.",
             ["reason"],
+            registry=registry,
+        )
+        self.shard_skips = Counter(
+            "paceline_learner_shard_skips_total",
+            "Batches put together without rows of a shard, since it was away. Bad: growing for longer than the shard "
+            "takes to start again.",
+            ["shard"],
+            registry=registry,
+        )
+        self.priority_updates = Counter(
+            "paceline_learner_priority_updates_total",
+            "Rows whose new priority replay took. Bad: a rate of 0 while a learner of a prioritised table updates.",
+            registry=registry,
+        )
+        self.priority_updates_dropped = Counter(
+            "paceline_learner_priority_updates_dropped_total",
+            "Rows whose new priority was dropped, since replay was away or slower than the learner. Bad: a steady "
+            "rate; these rows keep a priority that is out of date.",
             registry=registry,
         )
         self._registry = registry
@@ -90,8 +114,21 @@ class LearnerMetrics:
         """Rows in the table, as of the last batch."""
         self._gauge("replay_rows", "Rows in the table that is learned from, as of the last batch.").set(value)
 
-    def _gauge(self, thing: str, documentation: str) -> Gauge:
+    def set_followed(self, shard: str, *, behind: int, ring_rows: int) -> None:
+        """How far a follower is behind its table, and what it holds of it."""
+        self._gauge(
+            "follow_behind_rows",
+            "Rows that replay stored and the learner, which follows the table, has not received. Bad: growing.",
+            ("shard",),
+        ).labels(shard).set(behind)
+        self._gauge(
+            "ring_rows",
+            "Rows that the learner, which follows the table, holds itself. Bad: far below the rows of replay's table.",
+            ("shard",),
+        ).labels(shard).set(ring_rows)
+
+    def _gauge(self, thing: str, documentation: str, labels: tuple[str, ...] = ()) -> Gauge:
         # Made at the first value: a gauge that is not known yet is absent, not 0.
         if thing not in self._gauges:
-            self._gauges[thing] = Gauge(f"paceline_learner_{thing}", documentation, registry=self._registry)
+            self._gauges[thing] = Gauge(f"paceline_learner_{thing}", documentation, labels, registry=self._registry)
         return self._gauges[thing]

@@ -1,15 +1,11 @@
-"""The memory through which snapshots go from the training process to its endpoint process.
-
-An anonymous file in memory, whose descriptor the child inherits: it has no name, so nothing is left behind however the
-processes end, and the size limit of /dev/shm in containers does not hold for it.
-"""
+"""The memory through which snapshots go from the training process to its endpoint process."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import sys
-import tempfile
+
+from paceline.learner.anonymous_memory import create_anonymous_file
 
 SLOT_COUNT = 2
 """The training process fills one slot while the endpoint copies from the other."""
@@ -27,10 +23,7 @@ class SnapshotMemory:
     @classmethod
     def create(cls) -> SnapshotMemory:
         """New memory, without any size yet."""
-        if sys.platform == "linux":
-            return cls(os.memfd_create("paceline-snapshots"))
-        with tempfile.TemporaryFile() as file:
-            return cls(os.dup(file.fileno()))
+        return cls(create_anonymous_file("paceline-snapshots"))
 
     def grow(self, slot_bytes: int) -> None:
         """Make each slot hold `slot_bytes` or more. No slot may be in use."""

@@ -9,10 +9,10 @@ from typing import Any
 from paceline.actors import Actor
 from paceline.errors import ConfigError
 from paceline.learner.algorithms.batch import TransitionBatch
-from paceline.learner.algorithms.contract import Algorithm
+from paceline.learner.algorithms.contract import Algorithm, Update
 from paceline.learner.algorithms.sac import Sac, SacSettings
 
-__all__ = ["Algorithm", "TransitionBatch", "build_algorithm"]
+__all__ = ["Algorithm", "TransitionBatch", "Update", "build_algorithm"]
 
 
 def build_algorithm(settings: Mapping[str, Any], actor: Actor, *, seed: int) -> Algorithm:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from paceline.actors import Actor
 from paceline.learner.algorithms.batch import TransitionBatch
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update gave; nobody has waited for its tensors yet."""
+
+    figures: Mapping[str, Tensor]
+    """0-dimensional tensors, by name."""
+    priorities: Tensor | None = None
+    """[N] how much each row surprised, from which it is drawn again; None where the batch had no weights."""
 
 
 class Algorithm(Protocol):
@@ -18,8 +29,8 @@ class Algorithm(Protocol):
     def actor(self) -> Actor:
         """The learner actor: changed in place by every update."""
 
-    def update(self, batch: TransitionBatch) -> Mapping[str, Tensor]:
-        """Improve the actor once; figures of the update as 0-dimensional tensors."""
+    def update(self, batch: TransitionBatch) -> Update:
+        """Improve the actor once."""
 
     def check_finite(self) -> None:
         """Raise NonFiniteError naming the first weight or gradient that is not finite."""

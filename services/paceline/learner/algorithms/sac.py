@@ -13,6 +13,7 @@ from paceline.actors import Actor
 from paceline.errors import NonFiniteError
 from paceline.learner.algorithms import state
 from paceline.learner.algorithms.batch import TransitionBatch
+from paceline.learner.algorithms.contract import Update
 from paceline.learner.algorithms.critic import TwinCritic, action_gradient, evaluate, q_of
 from paceline.learner.algorithms.flat import FlatActor, FlatAdam
 from paceline.learner.algorithms.sac_math import (
@@ -22,6 +23,7 @@ from paceline.learner.algorithms.sac_math import (
     critic_loss_gradient,
     polyak,
     soft_target,
+    td_priority,
     temperature_loss,
 )
 
@@ -31,6 +33,8 @@ class SacSettings:
     """What may be chosen; the defaults are those of the paper and of Stable-Baselines3."""
 
     gamma: float = 0.99
+    n_step: int = 1
+    """Steps that a row spans at most; above 1 its own count sets its discount."""
     tau: float = 0.005
     """Share of the critic that the target critic takes over in each update."""
     actor_learning_rate: float = 3e-4
@@ -77,11 +81,11 @@ class Sac:
         """The learner actor: changed in place by every update."""
         return self._actor
 
-    def update(self, batch: TransitionBatch) -> Mapping[str, Tensor]:
-        """Improve everything once; figures of the update as scalars that no one has waited for."""
+    def update(self, batch: TransitionBatch) -> Update:
+        """Improve everything once."""
         self._actor.update_statistics(batch.observation)
         temperature = self._log_temperature.exp()
-        critic_figures = self._update_critics(batch, temperature)
+        critic_figures, priorities = self._update_critics(batch, temperature)
 
         action, info = self._actor(batch.observation, True, self._generator)
         log_prob = info.log_prob
@@ -91,26 +95,34 @@ class Sac:
         self._temperature_optimiser.step(entropy_loss)  # the loss is its own gradient
 
         polyak(self._target_critic.parameters, self._critic.parameters, self._settings.tau)
-        return {
+        figures = {
             **critic_figures,
             **actor_figures,
             "temperature": temperature[0],
             "temperature_loss": entropy_loss[0],
             "entropy": -log_prob.detach().mean(),
         }
+        return Update(figures, priorities)
 
     @torch.no_grad()
-    def _update_critics(self, batch: TransitionBatch, temperature: Tensor) -> dict[str, Tensor]:
+    def _update_critics(self, batch: TransitionBatch, temperature: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
         next_action, next_info = self._actor(batch.next_observation, True, self._generator)
         next_q = q_of(evaluate(self._target_critic.layers, batch.next_observation, next_action))
         target = soft_target(
-            batch.reward, batch.terminated, next_q, next_info.log_prob, temperature, self._settings.gamma
+            batch.reward, batch.terminated, next_q, next_info.log_prob, temperature, self._discount(batch)
         )
         activations = evaluate(self._critic.layers, batch.observation, batch.action)
         q = q_of(activations)
-        self._critic.write_weight_gradients(activations, critic_loss_gradient(q, target))
+        self._critic.write_weight_gradients(activations, critic_loss_gradient(q, target, batch.weight))
         self._critic_optimiser.step(self._critic.gradients)
-        return {"critic_loss": critic_loss(q, target), "q_mean": q.mean()}
+        figures = {"critic_loss": critic_loss(q, target, batch.weight), "q_mean": q.mean()}
+        return figures, None if batch.weight is None else td_priority(q, target)
+
+    def _discount(self, batch: TransitionBatch) -> float | Tensor:
+        gamma = self._settings.gamma
+        if self._settings.n_step == 1 or batch.step_count is None:
+            return gamma
+        return torch.pow(gamma, batch.step_count.to(batch.reward.dtype))
 
     def _update_actor(
         self, observation: Tensor, action: Tensor, log_prob: Tensor, temperature: Tensor

@@ -11,7 +11,12 @@ from torch import Tensor
 
 
 def soft_target(
-    reward: Tensor, terminated: Tensor, next_q: Tensor, next_log_prob: Tensor, temperature: Tensor, discount: float
+    reward: Tensor,
+    terminated: Tensor,
+    next_q: Tensor,
+    next_log_prob: Tensor,
+    temperature: Tensor,
+    discount: float | Tensor,
 ) -> Tensor:
     """What the critics should say, [N]: r + discount m (min_i Q_i(s', a') - temperature log pi(a'|s')).
 
@@ -22,20 +27,31 @@ def soft_target(
         reward, terminated, next_log_prob: [N]; `terminated` is bool or 0 and 1.
         next_q: [2, N] target critics at the next observation and an action of the policy there.
         temperature: scalar, alpha.
-        discount: gamma, or gamma^n after n steps.
+        discount: gamma; or [N] gamma^n, where rows span n steps and `reward` sums them up.
     """
     next_value = next_q.amin(0) - temperature * next_log_prob
-    return torch.addcmul(reward, 1.0 - terminated.to(reward.dtype), next_value, value=discount)
+    goes_on = 1.0 - terminated.to(reward.dtype)
+    if isinstance(discount, Tensor):
+        return torch.addcmul(reward, goes_on.mul_(discount), next_value)
+    return torch.addcmul(reward, goes_on, next_value, value=discount)
 
 
-def critic_loss(q: Tensor, target: Tensor) -> Tensor:
-    """sum_i mean_N (Q_i - y)^2 / 2 of q [2, N] and target [N]: equation 5."""
-    return 0.5 * (q - target).square().mean(-1).sum()
+def critic_loss(q: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+    """sum_i mean_N w (Q_i - y)^2 / 2 of q [2, N], target [N] and weight [N] (None: 1): equation 5."""
+    squared = (q - target).square()
+    return 0.5 * (squared if weight is None else squared * weight).mean(-1).sum()
 
 
-def critic_loss_gradient(q: Tensor, target: Tensor) -> Tensor:
-    """Derivative of `critic_loss` in q, [2, N]; the target is a constant."""
-    return (q - target) / q.shape[-1]
+def critic_loss_gradient(q: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Derivative of `critic_loss` in q, [2, N]; target and weight are constants."""
+    gradient = (q - target) / q.shape[-1]
+    return gradient if weight is None else gradient.mul_(weight)
+
+
+def td_priority(q: Tensor, target: Tensor) -> Tensor:
+    """[N] |TD error| of q [2, N] and target [N], the mean over the critics: proportional prioritisation, Schaul et al.
+    2016, section 3.3."""
+    return (q - target).abs_().mean(0)
 
 
 def actor_loss(log_prob: Tensor, q: Tensor, temperature: Tensor) -> Tensor:

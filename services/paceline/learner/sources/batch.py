@@ -1,0 +1,60 @@
+"""What the training loop knows of where its rows come from: only this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+SHARD_BITS = 48
+"""With several shards, the shard's number stands above this many bits of a row's key."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows to train on, valid until the next batch is taken."""
+
+    rows: Tensor
+    """`[batch_size, row_bytes]` uint8 on the learner's device."""
+    table_row_count: int
+    """Rows in the table, over all its shards."""
+    inserted_row_count: int
+    """Rows ever inserted, over all shards, as of when the batch was drawn."""
+    keys: npt.NDArray[np.int64] | None = None
+    """`[batch_size]` names of the rows for `update_priorities`; None where rows have no priorities."""
+    probabilities: npt.NDArray[np.float32] | None = None
+    """`[batch_size]` the probability with which one draw gave each row; None where all are alike."""
+    stored_at: npt.NDArray[np.float64] | None = None
+    """`[batch_size]` when replay stored each row, in seconds since 1970 by its own clock; None where nobody asks."""
+
+
+class BatchSource(Protocol):
+    """Gives batches to the learner, however they get here. Used by one thread."""
+
+    def next_batch(self, seconds: float) -> Batch:
+        """The next batch; the one before counts as learned from.
+
+        Raises:
+            DeadlineError: there is none within `seconds`; says why.
+            PacelineError: there will be none any more.
+        """
+
+    def update_priorities(self, keys: npt.NDArray[np.int64], priorities: npt.NDArray[np.float32]) -> None:
+        """Have new priorities of rows sent, some time soon. Never waits; what cannot be sent is dropped and counted."""
+
+    def set_policy_version(self, version: int) -> None:
+        """Note the newest policy version, for samplers that weigh rows by theirs."""
+
+    def close(self) -> None:
+        """Stop fetching."""
+
+
+class ShardSource(BatchSource, Protocol):
+    """The source of one shard."""
+
+    @property
+    def is_away(self) -> bool:
+        """Whether replay was asked and cannot be reached or serves nobody, so that waiting for it may take any time."""

@@ -1,0 +1,217 @@
+"""Batches drawn here, from a copy of replay's table that every stored row is sent to once."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from dataclasses import replace
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.config import RpcConfig
+from paceline.errors import DeadlineError, LimiterTimeoutError
+from paceline.learner.metrics import LearnerMetrics
+from paceline.learner.sources.batch import Batch
+from paceline.learner.sources.device_rows import DeviceRows
+from paceline.learner.sources.follower import Follower
+from paceline.rows import ByteMatrix, RowSpec
+from paceline.tables.limiter import Limiter, LimiterSettings
+from paceline.tables.memory import MemorySettings, TableMemory
+from paceline.telemetry import get_logger
+from paceline.v1 import replay_pb2
+
+CHUNK_ROWS = 256
+"""Rows leave the ring by so many at once, which is finer than most blocks: it holds what replay's ring holds."""
+REPORT_SHARE = 8
+"""What was sampled is reported by this fraction (1/8) of the limiter's band: collectors seldom wait for the report."""
+REPORT_SECONDS = 1.0
+"""The longest time between two reports while batches are taken."""
+
+
+class FollowSource:
+    """Batches from a ring of the learner's own, drawn with the same seed and held back by the same limiter as replay's.
+
+    A resumed learner first fills its ring with what replay has; then it samples, so that it never learns from the
+    first few rows alone. A batch is drawn when it is asked for, so its rows are as fresh as can be.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        *,
+        run_id: str,
+        table: str,
+        spec: RowSpec,
+        memory: MemorySettings,
+        limiter: LimiterSettings,
+        batch_size: int,
+        seed: int,
+        rpc: RpcConfig,
+        metrics: LearnerMetrics,
+        device: torch.device | None = None,
+        shard: int = 0,
+    ) -> None:
+        """Begin to follow. `memory` and `limiter` are replay's own settings of this table and shard."""
+        device = device or torch.device("cpu")
+        self._settings, self._spec, self._device = memory, spec, device
+        on_host = device.type == "cpu"
+        self._store = None if on_host else DeviceRows(memory.physical_rows, spec.row_bytes, device)
+        self._memory = TableMemory(memory, spec.row_bytes, rows=self._store)
+        # This side never waits within the limiter: rows come by the same condition as other news.
+        self._table, self._limiter_settings = table, replace(limiter, deadline_seconds=0)
+        self._limiter = Limiter(table, self._limiter_settings)
+        self._batch_size, self._metrics, self._shard = batch_size, metrics, str(shard)
+        # As replay's sampler, asked with the seed of a SampleSource's first stream.
+        stream = np.random.SeedSequence(seed).spawn(1)[0]
+        self._random = np.random.default_rng(int(stream.generate_state(1, np.uint64)[0]))
+        self._rows = torch.empty((batch_size, spec.row_bytes), dtype=torch.uint8, device=device)
+        self._out = self._rows.numpy() if on_host else self._rows
+        self._chunk_rows = max(1, min(CHUNK_ROWS, memory.capacity_rows // 16))
+        # Where the ratio runs free nobody waits for reports.
+        self._report_rows = max(batch_size, (limiter.window_rows or math.inf) / REPORT_SHARE)
+        self._reported, self._reported_at = 0, 0.0
+        self._changed = threading.Condition()
+        self._drawing = threading.Lock()
+        """Held while the ring is drawn from, so that it is not exchanged meanwhile."""
+        self._end = 0
+        """Key of the next row to come."""
+        self._received_rows = self._caught_up_rows = 0
+        """Rows that came, and that have to come before the first batch: those that replay had at the start."""
+        self._caught_up_at: int | None = None
+        """The same as a key, since rows may leave replay before they were sent; None: replay has not said."""
+        self._inserted = 0
+        self._follower = Follower(
+            channel,
+            self,
+            run_id=run_id,
+            table=table,
+            spec=spec,
+            rpc=rpc,
+            metrics=metrics,
+            peer=f"replay shard {shard}",
+        )
+        self._follower.start()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether replay was asked and cannot be reached or serves nobody; batches may come none the less."""
+        return self._follower.is_away
+
+    def next_batch(self, seconds: float) -> Batch:
+        """The next batch. Raises DeadlineError, with the reason, when there is none within `seconds`.
+
+        Raises:
+            PacelineError: replay refused for good.
+        """
+        until = time.monotonic() + seconds
+        row_count = 0
+        while not row_count:
+            self._wait_for_grant(until, seconds)
+            with self._drawing:
+                # None where the ring was exchanged for an empty one since the grant.
+                if row_count := self._memory.row_count:
+                    self._memory.sample(self._random, self._out)
+        due = self._limiter.sampled - self._reported >= self._report_rows
+        if due or time.monotonic() - self._reported_at >= REPORT_SECONDS:
+            self._report()
+        return Batch(self._rows, row_count, self._inserted)
+
+    def update_priorities(self, keys: npt.NDArray[np.int64], priorities: npt.NDArray[np.float32]) -> None:
+        """Rows that are followed have no priorities."""
+
+    def set_policy_version(self, version: int) -> None:
+        """Rows that are followed are drawn all alike."""
+
+    def close(self) -> None:
+        """Stop following."""
+        self._follower.close()
+
+    def begin(self, table: replay_pb2.TableDescription) -> replay_pb2.FollowRequest:
+        """Go on from the next row; or from the first, where replay has not the rows that came before."""
+        with self._drawing, self._changed:
+            if self._caught_up_at is None or table.inserted_row_count < self._end:
+                if self._end:
+                    get_logger().warning(
+                        "followed_table_lost", table=self._table, had=self._end, has=table.inserted_row_count
+                    )
+                    self._memory = TableMemory(self._settings, self._spec.row_bytes, rows=self._store)
+                self._limiter = Limiter(self._table, self._limiter_settings, sampled=table.sampled_row_count)
+                self._end = self._received_rows = 0
+                self._caught_up_at, self._caught_up_rows = table.inserted_row_count, table.row_count
+                self._reported = self._limiter.sampled
+                return replay_pb2.FollowRequest(sampled_row_count=self._reported)
+            self._reported = self._limiter.sampled
+            return replay_pb2.FollowRequest(from_row=self._end, sampled_row_count=self._reported)
+
+    def progress(self) -> replay_pb2.FollowRequest:
+        """Rows that were ever sampled, from this ring and before."""
+        with self._changed:
+            return replay_pb2.FollowRequest(sampled_row_count=self._limiter.sampled)
+
+    def take(self, news: replay_pb2.FollowResponse, rows: ByteMatrix, stored_at: npt.NDArray[np.float64]) -> None:
+        """Put rows into the ring."""
+        memory = self._memory
+        for start in range(0, len(rows), self._chunk_rows):
+            chunk = slice(start, start + self._chunk_rows)
+            memory.append(news.first_row + start, rows[chunk], stored_at=stored_at[chunk])
+        memory.drop_before(min(news.table_first_row, memory.end_row))
+        with self._changed:
+            self._end = news.first_row + len(rows)
+            self._received_rows += len(rows)
+            self._inserted = news.inserted_row_count
+            # Not `_end`: rows that replay counts may be lost to damage, and both limiters must count alike.
+            self._limiter.restore(inserted=news.inserted_row_count)
+            if news.complete:
+                self._limiter.complete()
+            self._changed.notify_all()
+        self._metrics.set_followed(self._shard, behind=self._inserted - self._end, ring_rows=memory.row_count)
+
+    def wake(self) -> None:
+        """Have a wait look at what changed."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _wait_for_grant(self, until: float, seconds: float) -> None:
+        with self._changed:
+            while not self._grant():
+                if self._follower.failure is not None:
+                    raise self._follower.failure
+                self._report()  # whoever waits for these samples may be whom this waits for
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise DeadlineError(f"no batch within {seconds:g} s: {self._why_not()}")
+                self._changed.wait(left)
+
+    def _grant(self) -> bool:
+        """Whether a batch may be drawn now; it counts as sampled then."""
+        if not self._is_caught_up() or not self._memory.row_count:
+            return False
+        return self._limiter.grant_samples(self._batch_size, 1, lambda: None, wait=False) > 0
+
+    def _is_caught_up(self) -> bool:
+        if self._caught_up_at is None:
+            return False
+        return self._end >= self._caught_up_at or self._received_rows >= self._caught_up_rows
+
+    def _report(self) -> None:
+        if self._limiter.sampled > self._reported:
+            self._reported, self._reported_at = self._limiter.sampled, time.monotonic()
+            self._follower.report()
+
+    def _why_not(self) -> str:
+        if self._follower.is_away or self._caught_up_at is None:
+            return self._follower.reason
+        if not self._is_caught_up():
+            return f"{self._received_rows} of the {self._caught_up_rows} rows that replay has came so far"
+        same = Limiter(
+            self._table, self._limiter_settings, inserted=self._limiter.inserted, sampled=self._limiter.sampled
+        )
+        try:
+            same.grant_samples(self._batch_size, 1, lambda: None)
+        except LimiterTimeoutError as error:
+            return str(error).partition(": ")[2]
+        return "the ring has no rows"

@@ -1,0 +1,166 @@
+"""Receives each row of a table once, in order, by a thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Protocol
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+
+from paceline.config import RpcConfig
+from paceline.errors import BlockError, PacelineError, UnavailableError
+from paceline.learner.metrics import LearnerMetrics
+from paceline.learner.replay_stream import ReplayStream
+from paceline.rows import ByteMatrix, RowSpec
+from paceline.rpc.bulk import FOLLOW_RESPONSE, Bulk
+from paceline.rpc.wire import row_spec_to_wire
+from paceline.telemetry import get_logger
+from paceline.v1 import replay_pb2
+
+
+class Reader(Protocol):
+    """Whom a follower gives the rows. Called by its thread."""
+
+    def begin(self, table: replay_pb2.TableDescription) -> replay_pb2.FollowRequest:
+        """A stream is about to open to a table of this description: which rows to ask for, and what was done so far."""
+
+    def progress(self) -> replay_pb2.FollowRequest:
+        """What was done so far, asked for after each `Follower.report`. Called by a thread of gRPC's."""
+
+    def take(self, news: replay_pb2.FollowResponse, rows: ByteMatrix, stored_at: npt.NDArray[np.float64]) -> None:
+        """Rows came, or news without any. The arrays are read-only, and stay as they are."""
+
+    def wake(self) -> None:
+        """Something changed that a wait should look at: the stream was cut, or failed for good."""
+
+
+class Follower:
+    """The thread. It opens the stream again whenever it is cut; the reader says from where."""
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        reader: Reader,
+        *,
+        run_id: str,
+        table: str,
+        spec: RowSpec,
+        rpc: RpcConfig,
+        metrics: LearnerMetrics,
+        peer: str,
+    ) -> None:
+        self._reader, self._spec, self._rpc, self._metrics, self._peer = reader, spec, rpc, metrics, peer
+        self._run_id, self._table = run_id, table
+        self._stream = ReplayStream(
+            channel,
+            replay_pb2.OpenTableRequest(run_id=run_id, table=table, row_spec=row_spec_to_wire(spec)),
+            rpc,
+            peer=peer,
+            on_cut=self._note_cut,
+        )
+        self._changed = threading.Condition()
+        self._stream_number = 0
+        self._has_news = False
+        self.failure: PacelineError | None = None
+        """Why no row will come any more."""
+        self._thread = threading.Thread(target=self._follow_until_closed, name="follower", daemon=True)
+
+    @property
+    def reason(self) -> str:
+        """Why nothing comes."""
+        return self._stream.reason
+
+    @property
+    def is_away(self) -> bool:
+        """Whether replay was asked and cannot be reached or serves nobody."""
+        return self._stream.is_away
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._thread.start()
+
+    def report(self) -> None:
+        """Have the reader's progress sent, soon. Never waits."""
+        with self._changed:
+            self._has_news = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stream.close()
+        self._next_stream()
+        self._thread.join(5)
+
+    def _follow_until_closed(self) -> None:
+        try:
+            self._stream.run(self._follow)
+        except PacelineError as error:
+            self.failure = error
+        except Exception as error:
+            # The one boundary of this thread: its end must end the process, not starve it unnoticed.
+            get_logger().error("follower_failed", exc_info=error)
+            self.failure = PacelineError(f"following {self._peer} failed: {type(error).__name__}: {error}")
+        self._reader.wake()
+
+    def _follow(self) -> None:
+        """Open one stream and give its rows to the reader until it ends."""
+        described = self._stream.stub.DescribeTables(
+            replay_pb2.DescribeTablesRequest(run_id=self._run_id), timeout=self._rpc.deadline_seconds
+        )
+        table = next(each for each in described.tables if each.name == self._table)
+        # In this order: a report that comes from now on is for the new stream, whose beginning may say it already.
+        number = self._next_stream()
+        first = self._reader.begin(table)
+        expected = first.from_row
+        for response in self._stream.open(
+            "Follow",
+            self._requests(number, first),
+            replay_pb2.FollowRequest.SerializeToString,
+            FOLLOW_RESPONSE.deserialize,
+        ):
+            self._stream.note_answer()
+            rows = self._rows_of(response)
+            if response.head.first_row < expected:
+                raise UnavailableError(
+                    f"{self._peer} gives row {response.head.first_row} where row {expected} follows: its table was "
+                    "lost and began anew; asking what it has now"
+                )
+            expected = response.head.first_row + len(rows)
+            self._reader.take(response.head, rows, response.arrays["stored_at"])
+
+    def _next_stream(self) -> int:
+        """End the requests of the stream before; gives the number of the next one."""
+        with self._changed:
+            self._stream_number += 1
+            self._changed.notify_all()
+            return self._stream_number
+
+    def _requests(self, number: int, first: replay_pb2.FollowRequest) -> Iterator[replay_pb2.FollowRequest]:
+        request = first
+        while True:
+            request.run_id, request.table = self._run_id, self._table
+            yield request
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_news or self._stream_number != number)
+                if self._stream_number != number:
+                    return
+                self._has_news = False
+            request = self._reader.progress()
+
+    def _rows_of(self, response: Bulk[replay_pb2.FollowResponse]) -> ByteMatrix:
+        head, row_bytes = response.head, self._spec.row_bytes
+        self._spec.require_digest(head.row_spec_digest)
+        count = head.row_count
+        if count < 0 or len(response.payload) != count * row_bytes or len(response.arrays["stored_at"]) != count:
+            raise BlockError(
+                f"replay sent {count} rows in {len(response.payload)} bytes with {len(response.arrays['stored_at'])} "
+                f"times: expected {row_bytes} bytes and one time a row"
+            )
+        return np.frombuffer(response.payload, np.uint8).reshape(count, row_bytes)
+
+    def _note_cut(self, error: PacelineError, is_away: bool) -> None:
+        self._metrics.sample_failures.labels(type(error).__name__).inc()
+        self._reader.wake()

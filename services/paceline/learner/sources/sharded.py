@@ -1,0 +1,223 @@
+"""Batches of several shards as if they were of one table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.errors import DeadlineError
+from paceline.learner.metrics import LearnerMetrics
+from paceline.learner.sources.batch import SHARD_BITS, Batch, ShardSource
+from paceline.learner.sources.queued import QueueSource
+
+_LOOK_UP_SECONDS = 0.1
+"""A wait for one shard looks up this often, to see that it went away."""
+_TURN_SECONDS = 0.005
+"""While no queue has a batch, each is waited for so long in turn."""
+
+
+@dataclass
+class _Shard:
+    """One shard's source, and the batch of it that is being used up."""
+
+    source: ShardSource
+    batch: Batch | None = None
+    used: int = 0
+    table_row_count: int = 0
+    inserted_row_count: int = 0
+
+    @property
+    def left(self) -> int:
+        """Rows of its batch that no batch has yet."""
+        return 0 if self.batch is None else len(self.batch.rows) - self.used
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it may be counted on."""
+        return self.left > 0 or not self.source.is_away
+
+
+class ShardedSource:
+    """Batches that mix rows of all shards: each row's shard is drawn with a probability in proportion to its rows.
+
+    A shard that is away is left out, which is counted, until it is back. One that its limiter holds back is waited for,
+    as a single table would be: otherwise the others would be sampled more often than the ratio says.
+    """
+
+    def __init__(self, sources: Sequence[ShardSource], *, batch_size: int, seed: int, metrics: LearnerMetrics) -> None:
+        """`sources` may give batches of any size: they are used up row by row."""
+        self._shards = [_Shard(source) for source in sources]
+        self._batch_size, self._metrics = batch_size, metrics
+        self._random = np.random.default_rng(seed)
+        self._rows: torch.Tensor | None = None
+        self._keys = np.empty(batch_size, np.int64)
+        self._probabilities = np.empty(batch_size, np.float32)
+        self._stored_at = np.empty(batch_size, np.float64)
+        self._has_details = False
+        self._filled = 0
+        # Rows that each shard still has to give to the batch in the making; None where none is in the making.
+        self._wanted: npt.NDArray[np.int64] | None = None
+        self._share = np.zeros(len(self._shards))
+
+    def next_batch(self, seconds: float) -> Batch:
+        """The next batch. Raises DeadlineError, with the reason, when there is none within `seconds`.
+
+        What was gathered until then goes into the next one.
+        """
+        until = time.monotonic() + seconds
+        while not self._gather(until):
+            left = until - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(
+                    f"no batch within {seconds:g} s: no shard of replay has rows to give, each is away or empty"
+                )
+            time.sleep(min(left, _LOOK_UP_SECONDS))
+        assert self._rows is not None
+        details = (self._keys, self._probabilities, self._stored_at) if self._has_details else ()
+        return Batch(
+            self._rows,
+            sum(shard.table_row_count for shard in self._shards),
+            sum(shard.inserted_row_count for shard in self._shards),
+            *details,
+        )
+
+    def update_priorities(self, keys: npt.NDArray[np.int64], priorities: npt.NDArray[np.float32]) -> None:
+        """Have each shard told the priorities of its rows."""
+        owner = keys >> SHARD_BITS
+        for number, shard in enumerate(self._shards):
+            if (mine := owner == number).any():
+                shard.source.update_priorities(keys[mine] & ((1 << SHARD_BITS) - 1), priorities[mine])
+
+    def set_policy_version(self, version: int) -> None:
+        """Note the newest policy version."""
+        for shard in self._shards:
+            shard.source.set_policy_version(version)
+
+    def close(self) -> None:
+        """Stop fetching."""
+        for shard in self._shards:
+            shard.source.close()
+
+    def _gather(self, until: float) -> bool:
+        """Go on with the batch in the making until it is full; False: no shard has rows to give now.
+
+        Raises:
+            DeadlineError: a shard that is not away gave none until then.
+        """
+        if self._wanted is None:
+            for number, shard in enumerate(self._shards):
+                # Such a one is asked without waiting if it is away: it may be back.
+                if not shard.left and (shard.source.is_away or not shard.table_row_count):
+                    self._fetch(number, until)
+            wanted = self._draw(self._batch_size)
+            if wanted is None:
+                return False
+            self._wanted, self._filled = wanted, 0
+            for number, shard in enumerate(self._shards):
+                if not shard.is_here:
+                    self._metrics.shard_skips.labels(str(number)).inc()
+        for number, shard in enumerate(self._shards):
+            while self._wanted[number]:
+                if shard.left or self._fetch(number, until):
+                    self._copy(number)
+                    continue
+                # It went away amid the batch: the others give what it would have given.
+                instead = self._draw(int(self._wanted[number]))
+                if instead is None:
+                    return False
+                self._metrics.shard_skips.labels(str(number)).inc()
+                self._wanted[number] = 0
+                self._wanted += instead
+        if self._wanted.any():  # of a shard before the one that went away
+            return self._gather(until)
+        self._wanted = None
+        return True
+
+    def _draw(self, row_count: int) -> npt.NDArray[np.int64] | None:
+        """How many of so many rows come from each shard; None when none of them is here."""
+        weight = np.array([shard.table_row_count * shard.is_here for shard in self._shards], np.float64)
+        if not weight.any():
+            return None
+        self._share = weight / weight.sum()
+        drawn: npt.NDArray[np.int64] = self._random.multinomial(row_count, self._share)
+        return drawn
+
+    def _fetch(self, number: int, until: float) -> bool:
+        """Take a shard's next batch; False when it is away. Raises DeadlineError, with the shard's reason."""
+        shard = self._shards[number]
+        while True:
+            left = until - time.monotonic()
+            wait = 0 if shard.source.is_away else min(max(left, 0), _LOOK_UP_SECONDS)
+            try:
+                batch = shard.source.next_batch(wait)
+            except DeadlineError as error:
+                if shard.source.is_away:
+                    return False
+                if left <= wait:
+                    raise DeadlineError(f"shard {number}: {error}") from error
+                continue
+            shard.batch, shard.used = batch, 0
+            shard.table_row_count, shard.inserted_row_count = batch.table_row_count, batch.inserted_row_count
+            return True
+
+    def _copy(self, number: int) -> None:
+        """Move rows of a shard's batch into the batch in the making, as many as are there and wanted."""
+        shard = self._shards[number]
+        assert shard.batch is not None
+        assert self._wanted is not None
+        batch, count = shard.batch, min(shard.left, int(self._wanted[number]))
+        from_, into = slice(shard.used, shard.used + count), slice(self._filled, self._filled + count)
+        if self._rows is None:
+            self._rows = batch.rows.new_empty((self._batch_size, batch.rows.shape[1]))
+        self._rows[into].copy_(batch.rows[from_])
+        self._has_details = batch.keys is not None
+        if batch.keys is not None and batch.probabilities is not None and batch.stored_at is not None:
+            self._keys[into] = batch.keys[from_] | number << SHARD_BITS
+            self._probabilities[into] = batch.probabilities[from_] * self._share[number]
+            self._stored_at[into] = batch.stored_at[from_]
+        shard.used += count
+        self._filled += count
+        self._wanted[number] -= count
+
+
+class QueueShards:
+    """Batches of several queues, each batch of one of them, in turn as they have one."""
+
+    def __init__(self, sources: Sequence[QueueSource]) -> None:
+        self._sources = list(sources)
+        self._counts = [(0, 0)] * len(sources)
+        self._turn = 0
+
+    def next_batch(self, seconds: float) -> Batch:
+        """The next batch; the one before is consumed. Raises DeadlineError when there is none within `seconds`."""
+        until = time.monotonic() + seconds
+        self._sources[self._turn].consume()
+        while True:
+            for _ in self._sources:
+                self._turn = (self._turn + 1) % len(self._sources)
+                try:
+                    batch = self._sources[self._turn].next_batch(_TURN_SECONDS)
+                except DeadlineError as error:
+                    reason = error
+                    continue
+                self._counts[self._turn] = batch.table_row_count, batch.inserted_row_count
+                rows, inserted = (sum(each) for each in zip(*self._counts, strict=True))
+                return Batch(batch.rows, rows, inserted)
+            if time.monotonic() >= until:
+                raise DeadlineError(f"shard {self._turn}: {reason}")
+
+    def update_priorities(self, keys: npt.NDArray[np.int64], priorities: npt.NDArray[np.float32]) -> None:
+        """Rows of a queue have no priorities."""
+
+    def set_policy_version(self, version: int) -> None:
+        """Queues do not look at it."""
+
+    def close(self) -> None:
+        """Stop fetching."""
+        for source in self._sources:
+            source.close()
