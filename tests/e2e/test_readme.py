@@ -105,7 +105,7 @@ def test_the_services_run_apart(tmp_path: Path, store: EmbeddedRedis):
     steps = "run.environment_steps=300 collector.block_rows=8"
     processes = {}
     for role in ("replay", "learner", "collector", "evaluator"):
-        (command,) = commands(f"paceline {role}")
+        (command,) = commands(f"paceline {role} configs")
         command = command.replace("redis://127.0.0.1:6379/0", store.url)
         with (tmp_path / f"{role}.log").open("w") as log:
             processes[role] = subprocess.Popen(
@@ -124,6 +124,10 @@ def test_the_services_run_apart(tmp_path: Path, store: EmbeddedRedis):
         client.close()
         processes["replay"].terminate()
         assert processes["replay"].wait(20) == 0, (tmp_path / "replay.log").read_text()
+        for verb, says in {"inspect": "300", "export": "apart.tar", "import": "again", "delete": "again"}.items():
+            (command,) = commands(f"paceline replay {verb}")
+            command = command.replace("apart.tar", f"{tmp_path}/apart.tar")
+            assert says in run(command.replace("redis://127.0.0.1:6379/0", store.url), tmp_path)
     finally:
         for process in processes.values():
             if process.poll() is None:

@@ -9,14 +9,15 @@ import subprocess
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import redis
 import yaml
 
 from e2e.harness import PACELINE, ROOT, Training
 from paceline.local.embedded import EmbeddedRedis
-from paceline.rows import Block
-from paceline.v1 import rows_pb2
+from paceline.rows import Column, transition_spec
+from redis_record import read_record
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -85,35 +86,23 @@ def test_a_killed_embedded_store_runs_again_and_the_run_goes_on(train: Callable[
 
 def _check_log(store: EmbeddedRedis, run_id: str, row_count: int) -> None:
     """Every collector's blocks are there once, in order, without a gap, and versions never go back."""
-    client = redis.Redis.from_url(store.url)
-    blocks = client.xrange(f"paceline:{{{run_id}}}:table:transitions:blocks")
+    spec = transition_spec(Column("observation", "float32", (3,)), Column("action", "float32", (1,)))
     sequences: dict[tuple[int, int], list[int]] = {}
     versions: dict[int, list[tuple[int, int]]] = {}
     rows = 0
-    for _, fields in blocks:
-        header = rows_pb2.BlockHeader.FromString(fields[b"header"])
-        sequences.setdefault((header.collector_index, header.collector_incarnation), []).append(header.sequence)
-        rows += header.row_count
-        block = _block(fields[b"rows"], header)
-        identities = versions.setdefault(header.collector_index, [])
-        identities += zip(block["policy_incarnation"].tolist(), block["policy_version"].tolist(), strict=True)
-    client.close()
+    with redis.Redis.from_url(store.url) as client:
+        for header, payload in read_record(client, run_id):
+            sequences.setdefault((header.collector_index, header.collector_incarnation), []).append(header.sequence)
+            rows += header.row_count
+            block = np.frombuffer(payload, spec.dtype)
+            identities = versions.setdefault(header.collector_index, [])
+            identities += zip(block["policy_incarnation"].tolist(), block["policy_version"].tolist(), strict=True)
     assert rows == row_count
     for who, numbers in sequences.items():
         assert numbers == list(range(1, len(numbers) + 1)), who
     for index, identities in versions.items():
         # Each incarnation of a collector begins with the newest snapshot, so this holds across its death too.
         assert identities == sorted(identities), index
-
-
-def _block(data: bytes, header: rows_pb2.BlockHeader):
-    from paceline.rows import Column, transition_spec
-
-    spec = transition_spec(Column("observation", "float32", (3,)), Column("action", "float32", (1,)))
-    block = Block.from_bytes(
-        spec, data, row_count=header.row_count, digest=header.row_spec_digest, checksum=header.checksum
-    )
-    return block.columns
 
 
 def test_ctrl_c_stops_within_15_seconds_and_resume_goes_on_where_it_stopped(train: Callable[..., Training]):

@@ -40,9 +40,9 @@ def serve() -> Iterator[Callable[..., tuple[ReplayThread, Client]]]:
     started: list[tuple[ReplayThread, Client]] = []
 
     def start(
-        config: Config, *, resume: bool = False, ready: bool = True, run_id: str = RUN
+        config: Config, *, resume: bool = False, ready: bool = True, run_id: str = RUN, shard: int = 0
     ) -> tuple[ReplayThread, Client]:
-        replay, client = ReplayThread(config, resume=resume), Client(config, run_id)
+        replay, client = ReplayThread(config, resume=resume, shard=shard), Client(config, run_id, shard)
         started.append((replay, client))
         if ready:
             client.wait_until_serving()

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import json
+import queue
 import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import grpc
 import numpy as np
+import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.config import Config, build
 from paceline.process import StopSignal
 from paceline.replay.main import run
 from paceline.replay.service import SERVICE
-from paceline.rows import Block, Column, RowSpec
+from paceline.rows import Block, Column, RowSpec, block_from_wire
 from paceline.rpc.client import open_channel
 from paceline.rpc.status import raising
 from paceline.rpc.wire import row_spec_to_wire
 from paceline.v1 import replay_pb2 as pb
 from paceline.v1 import replay_pb2_grpc, rows_pb2
+from redis_record import keys_of_payloads, read_record
 
 SECONDS = 30.0
 """The bound of every wait; nothing normally takes a tenth of it."""
@@ -111,8 +114,8 @@ def request(
 class Client:
     """Calls of one peer."""
 
-    def __init__(self, config: Config, run_id: str = RUN) -> None:
-        self.channel = open_channel(config.replay.address, config.rpc)
+    def __init__(self, config: Config, run_id: str = RUN, shard: int = 0) -> None:
+        self.channel = open_channel(config.replay.shard_addresses()[shard], config.rpc)
         self.stub = replay_pb2_grpc.ReplayServiceStub(self.channel)
         self._health = health_pb2_grpc.HealthStub(self.channel)
         self.run_id = run_id
@@ -148,11 +151,18 @@ class Client:
             run_id=self.run_id, table=TABLE, batch_size=batch_size, batch_count=batch_count, seed=seed
         )
 
-    def describe(self) -> pb.TableDescription:
+    def follow(self, rows: int, *, table: str = TABLE, **first: int) -> list[pb.FollowResponse]:
+        """The answers of a Follow stream until so many rows have come; then it is cut."""
+        answers: list[pb.FollowResponse] = []
+        with Following(self, table, **first) as following:
+            while sum(answer.row_count for answer in answers) < rows:
+                answers.append(following.next())
+        return answers
+
+    def describe(self, table: str = TABLE) -> pb.TableDescription:
         with raising("replay"):
             answer = self.stub.DescribeTables(pb.DescribeTablesRequest(run_id=self.run_id), timeout=SECONDS)
-        (table,) = answer.tables
-        return table
+        return {described.name: described for described in answer.tables}[table]
 
     def health(self, service: str = SERVICE) -> str:
         try:
@@ -168,14 +178,46 @@ class Client:
         self.channel.close()
 
 
+class Following:
+    """An open Follow stream, for the time of a `with`."""
+
+    def __init__(self, client: Client, table: str = TABLE, **first: int) -> None:
+        self._run_id, self._table = client.run_id, table
+        self._requests: queue.SimpleQueue[pb.FollowRequest | None] = queue.SimpleQueue()
+        self.report(**first)
+        self.stream = client.stub.Follow(iter(self._requests.get, None), timeout=2 * SECONDS)
+
+    def report(self, **progress: int) -> None:
+        self._requests.put(pb.FollowRequest(run_id=self._run_id, table=self._table, **progress))
+
+    def next(self) -> pb.FollowResponse:
+        with raising("replay"):
+            return next(self.stream)
+
+    def values(self, count: int) -> list[float]:
+        """The values of the next `count` rows; no more may come with them."""
+        values: list[float] = []
+        while len(values) < count:
+            values += values_of(self.next())
+        assert len(values) == count
+        return values
+
+    def __enter__(self) -> Following:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.cancel()
+        self._requests.put(None)
+
+
 class ReplayThread:
     """The service in this process."""
 
-    def __init__(self, config: Config, *, resume: bool = False) -> None:
+    def __init__(self, config: Config, *, resume: bool = False, shard: int = 0) -> None:
         self.config = config
         self.stop_signal = StopSignal()
         self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(resume,), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(resume, shard), daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -189,9 +231,9 @@ class ReplayThread:
     def metrics(self) -> dict[str, float]:
         return read_metrics(self.config)
 
-    def _run(self, resume: bool) -> None:
+    def _run(self, resume: bool, shard: int) -> None:
         try:
-            run(self.config, resume=resume, stop=self.stop_signal)
+            run(self.config, resume=resume, stop=self.stop_signal, shard=shard)
         except BaseException as error:
             self.error = error
 
@@ -237,6 +279,11 @@ def read_metrics(config: Config) -> dict[str, float]:
     return {name: float(value) for name, value in pairs}
 
 
+def values_of(answer: pb.FollowResponse | pb.SampleResponse) -> list[float]:
+    """The values of the rows of an answer."""
+    return np.frombuffer(answer.rows, SPEC.dtype)["value"].tolist()
+
+
 def retry(call: Callable[[], T], accepted: tuple[type[Exception], ...]) -> T:
     """The answer of a call that may fail with `accepted` for a while."""
 
@@ -249,7 +296,12 @@ def retry(call: Callable[[], T], accepted: tuple[type[Exception], ...]) -> T:
     return wait_until(attempt, "the call succeeds")[0]
 
 
-def values_in_redis(entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> Iterator[float]:
-    """The values of all rows of stream entries, in order."""
-    for _, fields in entries:
-        yield from np.frombuffer(fields[b"rows"], SPEC.dtype)["value"]
+def values_in_redis(client: redis.Redis, table: str = TABLE) -> list[float]:
+    """The values of all rows of the record, in order. Checks that every block has its payload and the reverse."""
+    values: list[float] = []
+    first_rows = set()
+    for header, payload in read_record(client, RUN, table):
+        first_rows.add(header.first_row)
+        values += block_from_wire(SPEC, header, payload).columns["value"].tolist()
+    assert keys_of_payloads(client, RUN, table) == first_rows
+    return values

@@ -21,13 +21,16 @@ from integration.replay_harness import (
     request,
     retry,
     values_in_redis,
+    values_of,
     wait_until,
 )
 from paceline.errors import ConfigError, ConflictError, NotFoundError, ReplacedError, UnavailableError
 from paceline.rows import Column, RowSpec
 from paceline.v1 import replay_pb2 as pb
+from redis_record import read_record
 
-BLOCKS = f"paceline:{{{RUN}}}:table:{TABLE}:blocks"
+PREFIX = f"paceline:{{{RUN}}}:table:{TABLE}"
+BLOCKS = f"{PREFIX}:blocks"
 
 
 def test_a_ring_that_is_rebuilt_after_a_kill_is_the_one_that_was_lost(redis_server, redis_client, spawn):
@@ -40,13 +43,13 @@ def test_a_ring_that_is_rebuilt_after_a_kill_is_the_one_that_was_lost(redis_serv
         client.append(request(sequence, block(first, count), collector=sequence % 3))
         first += count
     before, rows = client.describe(), client.sample_values(2000, seed=5)
-    stored = redis_client.xrange(BLOCKS)
+    stored = list(read_record(redis_client, RUN))
     replay.kill()
 
     _, client = spawn(config, resume=True)
     after, rows_after = client.describe(), client.sample_values(2000, seed=5)
     assert (rows_after == rows).all()
-    assert redis_client.xrange(BLOCKS) == stored
+    assert list(read_record(redis_client, RUN)) == stored
     for name in ("row_spec", "row_count", "block_count", "inserted_row_count", "collectors", "capacity_row_count"):
         assert getattr(after, name) == getattr(before, name), name
     assert before.inserted_row_count == first > before.row_count
@@ -59,9 +62,10 @@ def test_the_oldest_blocks_leave_memory_and_redis_alike(redis_server, redis_clie
     described = client.describe()
     assert (described.row_count, described.block_count, described.inserted_row_count) == (90, 3, 600)
     expected = list(range(510, 600))
-    assert list(values_in_redis(redis_client.xrange(BLOCKS))) == expected
+    assert values_in_redis(redis_client) == expected
     assert sorted(set(client.sample_values(5000).tolist())) == expected
     assert replay.metrics()[f'paceline_replay_removed_rows_total{{table="{TABLE}"}}'] == 510
+    assert described.dropped_row_count == 0  # only queues drop
 
 
 def test_a_smaller_capacity_trims_both_tiers_on_resume(redis_server, redis_client, serve):
@@ -70,8 +74,9 @@ def test_a_smaller_capacity_trims_both_tiers_on_resume(redis_server, redis_clien
     client.append_rows(10)
     replay.stop()
     _, client = serve(make_config(redis_server.url, capacity=35), resume=True)
+    wait_until(lambda: redis_client.xlen(BLOCKS) == 3, "the record is trimmed")
     assert client.describe().row_count == 30
-    assert redis_client.xlen(BLOCKS) == 3
+    assert values_in_redis(redis_client) == list(range(70, 100))
 
 
 class LossyProxy:
@@ -126,7 +131,7 @@ def test_blocks_whose_answers_are_lost_are_stored_once_and_in_order(redis_server
     assert duplicates == 100
     described = proxy.client.describe()
     assert (described.row_count, described.inserted_row_count, described.block_count) == (300, 300, 300)
-    assert list(values_in_redis(redis_client.xrange(BLOCKS))) == list(range(1, 301))
+    assert values_in_redis(redis_client) == list(range(1, 301))
     assert set(proxy.client.sample_values(10_000).tolist()) == set(range(1, 301))
 
 
@@ -181,7 +186,7 @@ def test_a_replay_process_that_was_replaced_stores_nothing_and_ends(redis_server
     older.join()
     assert isinstance(older.error, ReplacedError)
     new_client.append(request(4, block(30, 10)))
-    assert list(values_in_redis(redis_client.xrange(BLOCKS))) == list(range(40))
+    assert values_in_redis(redis_client) == list(range(40))
 
 
 def test_a_newer_incarnation_of_a_collector_retires_the_older(redis_server, serve):
@@ -209,25 +214,25 @@ def test_damaged_blocks_are_named_counted_and_left_out(redis_server, redis_clien
     config = make_config(redis_server.url)
     replay, client = serve(config)
     client.open()
-    client.append_rows(5)
+    client.append_rows(7)
     replay.stop()
-    entries = redis_client.xrange(BLOCKS)
-    redis_client.delete(BLOCKS)
-    for identifier, fields in entries:
-        if identifier == b"2-0":  # one flipped bit
-            fields[b"rows"] = bytes([fields[b"rows"][0] ^ 1]) + fields[b"rows"][1:]
-        if identifier == b"4-0":  # cut short
-            fields[b"rows"] = fields[b"rows"][:-1]
-        redis_client.xadd(BLOCKS, fields, id=identifier)
+    payload = redis_client.get(f"{PREFIX}:block:10")
+    redis_client.set(f"{PREFIX}:block:10", bytes([payload[0] ^ 1]) + payload[1:])  # one flipped bit
+    redis_client.set(f"{PREFIX}:block:30", redis_client.get(f"{PREFIX}:block:30")[:-1])  # half-written
+    redis_client.delete(f"{PREFIX}:block:50")  # missing
 
     with structlog.testing.capture_logs() as events:
         replay, client = serve(config, resume=True)
-    assert [event["block"] for event in events if event["event"] == "block_damaged"] == [2, 4]
-    assert replay.metrics()[f'paceline_replay_damaged_blocks_total{{table="{TABLE}"}}'] == 2
-    assert set(client.sample_values(5000).tolist()) == {*range(10), *range(20, 30), *range(40, 50)}
-    client.append_rows(1, first=5)
+        client.append_rows(1, first=7)  # as soon as the table is whole
+    assert [event["block"] for event in events if event["event"] == "block_damaged"] == [10, 30, 50]
+    assert replay.metrics()[f'paceline_replay_damaged_blocks_total{{table="{TABLE}"}}'] == 3
+    intact = {*range(10), *range(20, 30), *range(40, 50), *range(60, 80)}
+    assert set(client.sample_values(5000).tolist()) == intact
     described = client.describe()
-    assert (described.row_count, described.inserted_row_count) == (40, 60)
+    assert (described.row_count, described.inserted_row_count, described.block_count) == (50, 80, 8)
+    followed = client.follow(from_row=0, rows=50)
+    assert [answer.first_row for answer in followed if answer.row_count] == [0, 20, 40, 60]
+    assert set(np.concatenate([values_of(answer) for answer in followed]).tolist()) == intact
 
 
 def test_a_damaged_newest_block_is_still_known_and_does_not_stop_later_ones(redis_server, redis_client, serve):
@@ -237,17 +242,18 @@ def test_a_damaged_newest_block_is_still_known_and_does_not_stop_later_ones(redi
     client.append_rows(3)
     replay.stop()
     entries = redis_client.xrange(BLOCKS)
+    entries[-1][1][b"header"] = b"\xff"
     redis_client.delete(BLOCKS)
-    for identifier, fields in entries[:2]:
+    for identifier, fields in entries:
         redis_client.xadd(BLOCKS, fields, id=identifier)
-    redis_client.xadd(BLOCKS, {"header": b"\xff", "rows": b""}, id="3-0")
 
     _, client = serve(config, resume=True)
-    assert client.describe().row_count == 20
     assert client.append(request(3, block(20, 10)))[0].duplicate
+    assert client.describe().row_count == 20
     redis_client.flushall()
     client.append_rows(2, first=3)
-    assert list(values_in_redis(redis_client.xrange(BLOCKS))) == [*range(20), *range(30, 50)]
+    assert values_in_redis(redis_client) == [*range(20), *range(30, 50)]
+    assert [header.first_row for header, _ in read_record(redis_client, RUN)] == [0, 10, 30, 40]
     wait_until(lambda: client.health() == "SERVING", "the record is kept")
 
 
@@ -265,7 +271,7 @@ def test_the_last_block_is_cut_at_the_runs_limit_of_rows(redis_server, redis_cli
     ]
     (again,) = client.append(request(4, block(90, 30)))
     assert (again.stored_row_count, again.duplicate, again.complete) == (10, True, True)
-    assert list(values_in_redis(redis_client.xrange(BLOCKS))) == list(range(100))
+    assert values_in_redis(redis_client) == list(range(100))
     replay.stop()
 
     _, client = serve(config, resume=True)

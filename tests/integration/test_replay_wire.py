@@ -29,7 +29,7 @@ from paceline.errors import (
     RunMismatchError,
     TooManyStreamsError,
 )
-from paceline.replay.service import MESSAGE_BYTES
+from paceline.replay.sampling import MESSAGE_BYTES
 from paceline.rows import Block, Column, RowSpec
 from paceline.rpc.bulk import APPEND_REQUEST, SAMPLE_RESPONSE, Bulk
 from paceline.v1 import replay_pb2 as pb
@@ -112,7 +112,7 @@ def test_rows_that_are_a_pickle_are_refused_and_never_run(opened, tmp_path):
         ({"row_count": 5}, BlockError, "says 5 rows and holds 320 bytes: expected 160 bytes"),
         ({"row_count": 0}, BlockError, "says 0 rows"),
         ({"row_count": -3}, BlockError, "says -3 rows"),
-        ({"row_count": 2**31 - 1}, BlockError, "says 2147483647 rows"),
+        ({"row_count": 2**31 - 1}, BlockError, "a block of 2147483647 rows: expected at most capacity_rows"),
         ({"row_spec_digest": b"\x00" * 16}, RowSpecError, "row spec digest"),
         ({"row_spec_digest": b""}, RowSpecError, "row spec digest"),
         ({"checksum": 1}, BlockError, "checksum"),

@@ -5,14 +5,22 @@ import pytest
 from google.protobuf.internal import encoder, wire_format
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from paceline.errors import InvalidInputError
-from paceline.rpc.bulk import Bulk, BulkFormat
+from paceline.rpc.bulk import (
+    FOLLOW_RESPONSE,
+    SAMPLE_RESPONSE,
+    UPDATE_PRIORITIES_REQUEST,
+    Bulk,
+    BulkFormat,
+    _read_varint,
+)
 from paceline.v1 import replay_pb2 as pb
 from paceline.v1 import rows_pb2
 
 APPEND = BulkFormat(pb.AppendRequest, "rows")
-SAMPLE = BulkFormat(pb.SampleResponse, "rows")
+SAMPLE = SAMPLE_RESPONSE
 
 headers = st.builds(
     rows_pb2.BlockHeader,
@@ -145,3 +153,103 @@ def test_thousands_of_damaged_messages_are_read_as_protobuf_reads_them_or_refuse
 def test_a_message_that_is_cut_or_claims_too_much_is_refused(data):
     with pytest.raises(InvalidInputError, match=f"{len(data)} bytes are not a paceline.v1.AppendRequest"):
         APPEND.deserialize(data)
+
+
+details = st.integers(0, 40).flatmap(
+    lambda n: st.fixed_dictionaries(
+        {
+            "keys": arrays(np.int64, n, elements=st.integers(0, 2**63 - 1)),
+            "probabilities": arrays(np.float32, n, elements=st.floats(0, 1, width=32)),
+            "times_sampled": arrays(np.uint32, n),
+            "stored_at": arrays(np.float64, n, elements=st.floats(0, 4e9)),
+        }
+    )
+)
+
+
+@given(details, st.binary(max_size=100))
+def test_a_plain_client_reads_the_arrays_that_bulk_wrote(columns, rows):
+    message = pb.SampleResponse.FromString(SAMPLE.serialize(Bulk(pb.SampleResponse(row_count=7), rows, columns)))
+    assert (message.row_count, message.rows) == (7, rows)
+    for name, values in columns.items():
+        assert list(getattr(message, name)) == values.tolist()
+
+
+@given(details, st.binary(max_size=100))
+def test_bulk_reads_the_arrays_that_a_plain_client_wrote_as_views(columns, rows):
+    message = pb.SampleResponse(row_count=7, rows=rows, **{name: values.tolist() for name, values in columns.items()})
+    data = message.SerializeToString()
+    bulk = SAMPLE.deserialize(data)
+    assert bulk.head == pb.SampleResponse(row_count=7)
+    assert bytes(bulk.payload) == rows
+    for name, values in columns.items():
+        assert bulk.arrays[name].tolist() == values.tolist()
+        assert not len(values) or np.shares_memory(bulk.arrays[name], np.frombuffer(data, np.uint8))
+
+
+def test_a_format_may_have_arrays_and_no_payload():
+    keys, priorities = np.arange(5), np.linspace(0, 1, 5, dtype=np.float32)
+    data = UPDATE_PRIORITIES_REQUEST.serialize(
+        Bulk(pb.UpdatePrioritiesRequest(table="t"), arrays={"keys": keys, "priorities": priorities})
+    )
+    message = pb.UpdatePrioritiesRequest.FromString(data)
+    assert (message.table, list(message.keys), list(message.priorities)) == ("t", keys.tolist(), priorities.tolist())
+    bulk = UPDATE_PRIORITIES_REQUEST.deserialize(data)
+    assert bulk.arrays["keys"].tolist() == keys.tolist()
+    assert bulk.arrays["priorities"].tolist() == priorities.tolist()
+
+
+def test_arrays_that_a_message_lacks_are_empty_and_of_their_type():
+    bulk = FOLLOW_RESPONSE.deserialize(pb.FollowResponse(first_row=3).SerializeToString())
+    assert (bulk.arrays["stored_at"].tolist(), bulk.arrays["stored_at"].dtype) == ([], np.float64)
+    assert (bulk.head.first_row, bytes(bulk.payload)) == (3, b"")
+
+
+def test_arrays_whose_items_come_one_by_one_or_in_pieces_are_read_as_protobuf_reads_them():
+    one_by_one = b"".join(b"\x19" + bytes([n]) + bytes(7) for n in range(3))
+    pieces = b"\x1a\x10" + bytes([7]) + bytes(7) + bytes([8]) + bytes(7) + b"\x1a\x08" + bytes([9]) + bytes(7)
+    for data in (one_by_one, pieces, one_by_one + pieces, pieces + one_by_one):
+        expected = list(pb.UpdatePrioritiesRequest.FromString(data).keys)
+        assert UPDATE_PRIORITIES_REQUEST.deserialize(data).arrays["keys"].tolist() == expected
+        assert expected
+
+
+def test_a_message_of_very_many_pieces_is_read_by_protobuf_itself(monkeypatch):
+    pieces = b"\x1a\x08" + bytes(8)
+    data = plain(pb.AppendRequest(table="t"), b"rows").SerializeToString() + 5000 * b"\x98\x38\x01"
+    bulk = APPEND.deserialize(data)
+    assert (bulk.head.table, bytes(bulk.payload)) == ("t", b"rows")
+    read = []
+    monkeypatch.setattr(
+        "paceline.rpc.bulk._read_varint", lambda data, at, real=_read_varint: read.append(at) or real(data, at)
+    )
+    assert len(UPDATE_PRIORITIES_REQUEST.deserialize(5000 * pieces).arrays["keys"]) == 5000
+    assert len(read) < 200
+
+
+@pytest.mark.parametrize("size", [1, 7, 9, 12])
+def test_an_array_that_ends_within_an_item_is_refused(size):
+    with pytest.raises(InvalidInputError, match=r"are not a paceline\.v1\.UpdatePrioritiesRequest"):
+        UPDATE_PRIORITIES_REQUEST.deserialize(b"\x1a" + bytes([size]) + bytes(size))
+
+
+def test_thousands_of_damaged_messages_with_arrays_are_read_as_protobuf_reads_them_or_refused():
+    whole = pb.SampleResponse(
+        row_count=4, keys=range(4), probabilities=[0.5] * 4, times_sampled=[1] * 4, stored_at=[2.0] * 4, rows=b"r" * 32
+    ).SerializeToString()
+    chance, refused = random.Random(6), 0
+    for _ in range(5_000):
+        damaged = bytearray(whole)
+        for _ in range(chance.randint(1, 4)):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        data = bytes(damaged[: chance.randint(0, len(damaged))])
+        try:
+            bulk = SAMPLE.deserialize(data)
+        except InvalidInputError:
+            refused += 1
+            continue
+        message = pb.SampleResponse.FromString(data)
+        assert bytes(bulk.payload) == message.rows
+        for name, values in bulk.arrays.items():
+            assert values.tobytes() == np.asarray(getattr(message, name), values.dtype).tobytes()
+    assert refused > 1_000

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "services" / "paceline"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "v1" not in path.relative_to(PACKAGE).parts)
 
 FOUNDATIONS = {"errors", "identity", "rows", "config", "telemetry", "process", "rpc", "v1"}
-ALL_BUT_ROLES = FOUNDATIONS | {"tables", "actors", "snapshot", "envs", "replica"}
+ALL_BUT_ROLES = FOUNDATIONS | {"tables", "actors", "snapshot", "envs", "replica", "lag"}
 
 # A module of the package, and the other modules of it that it may import. Anything may import `__version__`.
 ARROWS = {
@@ -26,6 +26,7 @@ ARROWS = {
     "snapshot": {"errors", "identity", "rows"},
     "actors": {"errors", "identity", "rows"},
     "tables": {"errors", "rows"},
+    "lag": {"errors"},
     "envs": {"errors", "rows", "config", "telemetry"},
     "replica": ALL_BUT_ROLES - {"replica", "tables", "envs"},
     "learner.algorithms": {"errors", "rows", "actors"},
@@ -34,6 +35,7 @@ ARROWS = {
     "evaluator": ALL_BUT_ROLES,
     "learner": ALL_BUT_ROLES,
     "report": {"errors", "telemetry"},
+    "schema": set(),
 }
 # These start roles, so they may import everything.
 STARTERS = {"cli", "local", "__main__"}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from prometheus_client import CollectorRegistry
 
 from paceline.config import Config
+from paceline.config.models import SHARD
 from paceline.errors import ConfigError, PacelineError, ReplacedError, UnavailableError
 from paceline.process import StopSignal
 from paceline.replay.metrics import ReplayMetrics
@@ -20,8 +22,12 @@ KEEP_SECONDS = 1.0
 """How often the counters are written to Redis, and Redis is asked whether it is there."""
 
 
-def run(config: Config, *, resume: bool, stop: StopSignal) -> None:
-    """Serve until `stop`. Health says NOT_SERVING until the tables are restored, and while Redis is away.
+def run(config: Config, *, resume: bool, stop: StopSignal, shard: int = 0) -> None:
+    """Serve shard `shard` of the run's rows until `stop`.
+
+    Health says SERVING when every table that has a record can be sampled: the rows that its first sample needs are in
+    memory. The rest comes while samplers and followers are served; blocks are taken and wait until their table is
+    whole, and UpdatePriorities is refused as UNAVAILABLE as long. While Redis is away health says NOT_SERVING.
 
     Raises:
         ConfigError: no redis_url, a wrong password, an evicting policy, a limiter window that is too small.
@@ -38,11 +44,12 @@ def run(config: Config, *, resume: bool, stop: StopSignal) -> None:
     registry = CollectorRegistry()
     metrics = ReplayMetrics(registry)
     store = RedisStore(
-        config.replay.redis_url.get_secret_value(),
+        config.replay.redis_url.get_secret_value().replace(SHARD, str(shard)),
         config.run_id,
         deadline_seconds=config.replay.redis_deadline_seconds,
+        shard=shard if config.replay.shards > 1 else None,
     )
-    tables = Tables(config, store, metrics)
+    tables = Tables(config, store, metrics, shard=shard)
     service = ReplayService(config.run_id, tables, metrics, max_collectors=config.collector.max_count)
     with ExitStack() as stack:
         stack.callback(store.close)
@@ -60,16 +67,15 @@ def run(config: Config, *, resume: bool, stop: StopSignal) -> None:
         stack.callback(serve_metrics(registry, config.replay.metrics_listen, "replay").close)
         if not _claim(store, resume=resume, stop=stop):
             return
-        try:
-            tables.restore(lambda: UnavailableError("replay is stopping") if stop.is_set() else None)
-        except UnavailableError:
-            if stop.is_set():
-                return
-            raise
-        server.set_serving(True)
-        metrics.redis_available.set(1)
-        get_logger().info("replay_serving", run_id=config.run_id, port=server.port, resume=resume)
-        _keep_records(tables, store, server, metrics, stop)
+        tables.load()
+
+        def serve() -> None:
+            server.set_serving(True)
+            metrics.redis_available.set(1)
+            get_logger().info("replay_serving", run_id=config.run_id, port=server.port, resume=resume, shard=shard)
+
+        if _restore(tables, serve, server, stop):
+            _keep_records(tables, store, server, metrics, stop)
 
 
 def _claim(store: RedisStore, *, resume: bool, stop: StopSignal) -> bool:
@@ -90,6 +96,21 @@ def _claim(store: RedisStore, *, resume: bool, stop: StopSignal) -> bool:
             return True
 
 
+def _restore(tables: Tables, serve: Callable[[], None], server: Server, stop: StopSignal) -> bool:
+    """Bring the rows, going on after a Redis that is away comes back; False: the stop came first."""
+    while True:
+        try:
+            tables.restore(lambda: UnavailableError("replay is stopping") if stop.is_set() else None, serve)
+        except UnavailableError as error:
+            if not stop.is_set():
+                get_logger().warning("restore_interrupted", error=str(error), meaning="it goes on where it ended")
+            server.set_ready(False)
+            if stop.wait(KEEP_SECONDS):
+                return False
+        else:
+            return True
+
+
 def _keep_records(tables: Tables, store: RedisStore, server: Server, metrics: ReplayMetrics, stop: StopSignal) -> None:
     log, problem, available = get_logger(), "", True
     while not stop.wait(KEEP_SECONDS):
@@ -106,14 +127,14 @@ def _keep_records(tables: Tables, store: RedisStore, server: Server, metrics: Re
             available = not available
             server.set_ready(available)
             metrics.redis_available.set(float(available))
-    error = _keep_once(tables)
+    error = _keep_once(tables, all_pages=True)
     if error is not None:
         log.error("counters_not_saved", error=str(error), meaning="a resume may sample as many rows again")
 
 
-def _keep_once(tables: Tables) -> PacelineError | None:
+def _keep_once(tables: Tables, *, all_pages: bool = False) -> PacelineError | None:
     try:
-        tables.keep_records()
+        tables.keep_records(all_pages=all_pages)
     except PacelineError as error:
         return error
     return None

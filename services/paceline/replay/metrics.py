@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from paceline.errors import LimiterTimeoutError
 from paceline.telemetry import SECONDS_BUCKETS
 
 APPEND_ACTIVITIES = ("receive", "check", "limiter", "store", "memory")
 SAMPLE_ACTIVITIES = ("credit", "limiter", "gather", "send")
+FOLLOW_ACTIVITIES = ("idle", "read", "send")
 """What a stream's thread does; the seconds of all streams are summed."""
 
 SIDES = ("insert", "sample")
@@ -40,6 +46,12 @@ class ReplayMetrics:
         )
         self.appended_blocks = counter("appended_blocks_total", "Blocks stored.", "table")
         self.appended_bytes = counter("appended_bytes_total", "Bytes of rows stored.", "table")
+        self.appended_payload_bytes = counter(
+            "appended_payload_bytes_total",
+            "Bytes of blocks as collectors sent them and Redis has them; below the bytes of rows by what the compact "
+            "form saves.",
+            "table",
+        )
         self.duplicate_blocks = counter(
             "duplicate_blocks_total",
             "Blocks that were stored already when they came. Each lost answer makes one; many mean a bad connection.",
@@ -57,7 +69,12 @@ class ReplayMetrics:
         )
         self.damaged_blocks = counter(
             "damaged_blocks_total",
-            "Blocks that were damaged in Redis and left out of the restore. Above 0 is bad: check its disk.",
+            "Blocks that were damaged or missing in Redis and left out of the restore. Above 0 is bad: check its disk.",
+            "table",
+        )
+        self.damaged_pages = counter(
+            "damaged_pages_total",
+            "Pages of priorities that were damaged in Redis and left out of the restore; their rows count as new.",
             "table",
         )
         self.rewritten_blocks = counter(
@@ -72,9 +89,51 @@ class ReplayMetrics:
             "sampled_rows_total", "Rows sampled. Flat while the learner runs: bad, it is held back.", "table"
         )
         self.sampled_bytes = counter("sampled_bytes_total", "Bytes of rows sampled.", "table")
+        self.followed_rows = counter(
+            "followed_rows_total", "Rows sent to followers. Behind appended rows for long: a follower is slow.", "table"
+        )
+        self.followed_bytes = counter("followed_bytes_total", "Bytes of rows sent to followers.", "table")
+        self.consumed_rows = counter(
+            "consumed_rows_total", "Rows of a queue that its follower consumed. Flat while rows come: bad.", "table"
+        )
+        self.dropped_rows = counter(
+            "dropped_rows_total",
+            "Rows that a full queue dropped before any follower got them. Growing: the learner is too slow for it.",
+            "table",
+        )
+        self.replaced_followers = counter(
+            "replaced_followers_total",
+            "Followers that a newer one took over from. Growing: two learners follow one table and take turns.",
+            "table",
+        )
+        self.updated_priorities = counter("updated_priorities_total", "Rows whose priority was set.", "table")
+        self.unknown_priorities = counter(
+            "unknown_priorities_total",
+            "Priorities that came for rows that had left; close to the updated ones: rows leave faster than they are "
+            "learned from.",
+            "table",
+        )
+        self.saved_pages = counter(
+            "saved_pages_total", "Pages of priorities and times sampled that were written to Redis.", "table"
+        )
+        self.unsaved_pages = gauge(
+            "unsaved_pages",
+            "Pages of priorities and times sampled that Redis does not have yet. Growing: a crash would lose more "
+            "than the last seconds of them.",
+            "table",
+        )
         self.rows = gauge("table_rows", "Rows in the table now.", "table")
         self.capacity_rows = gauge("table_capacity_rows", "Rows that the table can hold.", "table")
         self.memory_bytes = gauge("table_memory_bytes", "Memory set aside for the table's rows.", "table")
+        self.log_bytes = gauge("table_log_bytes", "Bytes of the table's blocks in Redis, as they were sent.", "table")
+        self.whole = gauge(
+            "table_whole", "Whether all rows of the table are in memory; 0 after a start: appends wait for it.", "table"
+        )
+        self.settings_differ = gauge(
+            "table_settings_differ",
+            "Whether the table's record was begun with other settings; 1 is worth a look: the current ones hold.",
+            "table",
+        )
         self.limiter_wait_seconds = counter(
             "limiter_wait_seconds_total",
             "Seconds that the limiter held streams back, by side. The side that waits most is the faster one.",
@@ -101,3 +160,51 @@ class ReplayMetrics:
             "Seconds that the threads of streams spent on each activity; mostly store: Redis bounds the insert rate.",
             "activity",
         )
+
+
+class TableMetrics:
+    """The series of one table: looked up once, since an append counts a dozen of them."""
+
+    def __init__(self, metrics: ReplayMetrics, table: str) -> None:
+        self.redis_append_seconds = metrics.redis_append_seconds
+        self.appended_rows = metrics.appended_rows.labels(table)
+        self.appended_blocks = metrics.appended_blocks.labels(table)
+        self.appended_bytes = metrics.appended_bytes.labels(table)
+        self.appended_payload_bytes = metrics.appended_payload_bytes.labels(table)
+        self.duplicate_blocks = metrics.duplicate_blocks.labels(table)
+        self.sequence_gaps = metrics.sequence_gaps.labels(table)
+        self.damaged_blocks = metrics.damaged_blocks.labels(table)
+        self.damaged_pages = metrics.damaged_pages.labels(table)
+        self.rewritten_blocks = metrics.rewritten_blocks.labels(table)
+        self.removed_rows = metrics.removed_rows.labels(table)
+        self.sampled_rows = metrics.sampled_rows.labels(table)
+        self.sampled_bytes = metrics.sampled_bytes.labels(table)
+        self.followed_rows = metrics.followed_rows.labels(table)
+        self.followed_bytes = metrics.followed_bytes.labels(table)
+        self.consumed_rows = metrics.consumed_rows.labels(table)
+        self.dropped_rows = metrics.dropped_rows.labels(table)
+        self.replaced_followers = metrics.replaced_followers.labels(table)
+        self.updated_priorities = metrics.updated_priorities.labels(table)
+        self.unknown_priorities = metrics.unknown_priorities.labels(table)
+        self.saved_pages = metrics.saved_pages.labels(table)
+        self.unsaved_pages = metrics.unsaved_pages.labels(table)
+        self.rows = metrics.rows.labels(table)
+        self.capacity_rows = metrics.capacity_rows.labels(table)
+        self.memory_bytes = metrics.memory_bytes.labels(table)
+        self.log_bytes = metrics.log_bytes.labels(table)
+        self.whole = metrics.whole.labels(table)
+        self.settings_differ = metrics.settings_differ.labels(table)
+        self._waits = {side: metrics.limiter_wait_seconds.labels(table, side) for side in SIDES}
+        self._timeouts = {side: metrics.limiter_timeouts.labels(table, side) for side in SIDES}
+
+    @contextmanager
+    def waiting_for_limiter(self, side: str) -> Iterator[None]:
+        """The time within is a wait for the table's limiter, and may end in its timeout."""
+        began = time.perf_counter()
+        try:
+            yield
+        except LimiterTimeoutError:
+            self._timeouts[side].inc()
+            raise
+        finally:
+            self._waits[side].inc(time.perf_counter() - began)

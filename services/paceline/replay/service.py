@@ -28,25 +28,19 @@ from paceline.errors import (
     UnavailableError,
 )
 from paceline.identity import require_same_run
-from paceline.replay.metrics import APPEND_ACTIVITIES, SAMPLE_ACTIVITIES, ReplayMetrics
-from paceline.replay.streams import Credit, Stream, Streams
-from paceline.replay.table import Table
+from paceline.replay.description import describe
+from paceline.replay.following import MAX_COUNT, check_progress, follow_messages
+from paceline.replay.metrics import APPEND_ACTIVITIES, FOLLOW_ACTIVITIES, SAMPLE_ACTIVITIES, ReplayMetrics
+from paceline.replay.sampling import Credit, sample_messages
+from paceline.replay.streams import Streams
 from paceline.replay.tables import Tables
-from paceline.rpc.bulk import APPEND_REQUEST, SAMPLE_RESPONSE, Bulk
-from paceline.rpc.wire import row_spec_from_wire, row_spec_to_wire
+from paceline.rpc.bulk import APPEND_REQUEST, FOLLOW_RESPONSE, SAMPLE_RESPONSE, UPDATE_PRIORITIES_REQUEST, Bulk
+from paceline.rpc.wire import row_spec_from_wire
 from paceline.tables.limiter import Ended
-from paceline.tables.samplers import UniformSampler
 from paceline.telemetry import ActivityClock
 from paceline.v1 import replay_pb2 as pb
 
 SERVICE = "paceline.v1.ReplayService"
-
-MESSAGE_BYTES = 1 << 20
-"""Rows in one answer of Sample: large batches are cut, small ones share a message."""
-
-MAX_SEQUENCE = 1 << 53
-"""Above this Redis' scripts could not tell neighbours apart."""
-
 
 _REASONS: dict[type[PacelineError], str] = {
     RunMismatchError: "run",
@@ -81,6 +75,8 @@ class ReplayService:
                 "OpenTable": unary(self.open_table, None, pb.OpenTableResponse.SerializeToString),
                 "Append": stream(self.append, None, pb.AppendResponse.SerializeToString),
                 "Sample": stream(self.sample, None, SAMPLE_RESPONSE.serialize),
+                "UpdatePriorities": unary(self.update_priorities, None, pb.UpdatePrioritiesResponse.SerializeToString),
+                "Follow": stream(self.follow, None, FOLLOW_RESPONSE.serialize),
                 "DescribeTables": unary(self.describe_tables, None, pb.DescribeTablesResponse.SerializeToString),
             },
         )
@@ -94,7 +90,7 @@ class ReplayService:
         request = _parse(pb.OpenTableRequest, data)
         self._admit(request.run_id)
         table = self._tables.open(request.table, row_spec_from_wire(request.row_spec))
-        return pb.OpenTableResponse(row_bytes=table.spec.row_bytes, capacity_row_count=table.ring.capacity_rows)
+        return pb.OpenTableResponse(row_bytes=table.spec.row_bytes, capacity_row_count=table.capacity_rows)
 
     def append(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[pb.AppendResponse]:
         """Serve Append."""
@@ -116,13 +112,38 @@ class ReplayService:
                 return
             first = self._parse_sample(data)
             table = self._tables[first.table]
-            credit = Credit(stream, requests, lambda later: self._more_batches(later, first), first.batch_count)
-            yield from _batches(table, first, credit, stream, clock)
+            if table.config.queue:
+                raise InvalidInputError(f"table {table.name!r} is a queue: expected Follow; a queue is never sampled")
+            table.require_readable()
+            credit = Credit(stream, requests, lambda later: self._parse_later_sample(later, first), first)
+            yield from sample_messages(table, first, credit, stream, clock)
+
+    def update_priorities(self, data: bytes, context: grpc.ServicerContext) -> pb.UpdatePrioritiesResponse:
+        """Serve UpdatePriorities."""
+        bulk = UPDATE_PRIORITIES_REQUEST.deserialize(data)
+        self._admit(bulk.head.run_id)
+        table = self._tables[bulk.head.table]
+        keys = bulk.arrays["keys"].astype(np.int64)
+        found = table.update_priorities(keys, bulk.arrays["priorities"].astype(np.float32))
+        return pb.UpdatePrioritiesResponse(updated_row_count=found, unknown_row_count=len(keys) - found)
+
+    def follow(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Bulk[pb.FollowResponse]]:
+        """Serve Follow."""
+        clock = ActivityClock(self._metrics.activity_seconds, FOLLOW_ACTIVITIES, "idle")
+        with self._streams.open("Follow", context) as stream:
+            data = next(stream.receive(requests), None)
+            if data is None:
+                return
+            first = self._parse_follow(data)
+            table = self._tables[first.table]
+            yield from follow_messages(
+                table, first, requests, lambda later: self._parse_later_follow(later, first), stream, clock
+            )
 
     def describe_tables(self, data: bytes, context: grpc.ServicerContext) -> pb.DescribeTablesResponse:
         """Serve DescribeTables."""
         self._admit(_parse(pb.DescribeTablesRequest, data).run_id)
-        return pb.DescribeTablesResponse(tables=[_description(table) for table in self._tables.open_tables])
+        return pb.DescribeTablesResponse(tables=[describe(table) for table in self._tables.open_tables])
 
     def _admit(self, run_id: str) -> None:
         require_same_run(self._run_id, run_id)
@@ -138,10 +159,10 @@ class ReplayService:
                 f"collector_index {header.collector_index}: expected 0 to {self._max_collectors - 1}, "
                 "below collector.max_count"
             )
-        if header.collector_incarnation < 1 or not 1 <= header.sequence < MAX_SEQUENCE:
+        if header.collector_incarnation < 1 or not 1 <= header.sequence < MAX_COUNT:
             raise BlockError(
                 f"a block has collector_incarnation {header.collector_incarnation} and sequence {header.sequence}: "
-                f"expected 1 or more, and a sequence below {MAX_SEQUENCE}"
+                f"expected 1 or more, and a sequence below {MAX_COUNT}"
             )
         done = table.append(header, memoryview(bulk.payload), ended, clock)  # type: ignore[arg-type]
         return pb.AppendResponse(
@@ -160,14 +181,29 @@ class ReplayService:
             )
         return request
 
-    def _more_batches(self, data: bytes, first: pb.SampleRequest) -> int:
+    def _parse_later_sample(self, data: bytes, first: pb.SampleRequest) -> pb.SampleRequest:
         request = self._parse_sample(data)
         if (request.table, request.batch_size) != (first.table, first.batch_size):
             raise InvalidInputError(
                 f"a later request asks for batches of {request.batch_size} from {request.table!r}: expected "
                 f"{first.batch_size} from {first.table!r} as in the first; open another stream for others"
             )
-        return request.batch_count
+        return request
+
+    def _parse_follow(self, data: bytes) -> pb.FollowRequest:
+        request = _parse(pb.FollowRequest, data)
+        self._admit(request.run_id)
+        check_progress(request)
+        return request
+
+    def _parse_later_follow(self, data: bytes, first: pb.FollowRequest) -> pb.FollowRequest:
+        request = self._parse_follow(data)
+        if request.table != first.table:
+            raise InvalidInputError(
+                f"a later request is for table {request.table!r}: expected {first.table!r} as in the first; "
+                "open another stream for others"
+            )
+        return request
 
     @contextmanager
     def _counting_refusals(self) -> Iterator[None]:
@@ -177,70 +213,6 @@ class ReplayService:
             reason = next((reason for cls, reason in _REASONS.items() if isinstance(error, cls)), "other")
             self._metrics.refused_blocks.labels(reason).inc()
             raise
-
-
-def _batches(
-    table: Table, first: pb.SampleRequest, credit: Credit, stream: Stream, clock: ActivityClock
-) -> Iterator[Bulk[pb.SampleResponse]]:
-    """The messages that a Sample stream owes, until the client asks for no more."""
-    batch_size = first.batch_size
-    message_rows = max(1, MESSAGE_BYTES // table.spec.row_bytes)
-    buffer = np.empty((message_rows, table.spec.row_bytes), np.uint8)
-    sampler = UniformSampler(first.seed if first.HasField("seed") else None)
-    granted = 0  # rows that the limiter has let pass and that are not sent yet
-    while True:
-        if granted < message_rows:
-            clock.switch("credit")
-            owed = credit.wait() if granted == 0 else credit.owed
-            if owed == 0 and granted == 0:
-                return
-            clock.switch("limiter")
-            # What is granted never waits for more: only the first batch of a message may wait.
-            wanted = min(owed, -(-(message_rows - granted) // batch_size))
-            batches = table.grant_samples(batch_size, wanted, stream.why_ended, wait=granted == 0) if wanted else 0
-            credit.take(batches)
-            granted += batches * batch_size
-        clock.switch("gather")
-        rows = buffer[: min(granted, message_rows)]
-        table.sample(sampler, rows)
-        granted -= len(rows)
-        head = pb.SampleResponse(
-            row_count=len(rows),
-            table_row_count=table.ring.row_count,
-            inserted_row_count=table.limiter.inserted,
-            row_spec_digest=table.spec.digest,
-        )
-        clock.switch("send")
-        yield Bulk(head, rows)  # serialised before the next round fills the buffer again
-
-
-def _description(table: Table) -> pb.TableDescription:
-    settings = table.limiter.settings
-    limiter = pb.LimiterDescription(
-        min_row_count=settings.min_rows,
-        samples_per_insert=settings.samples_per_insert,
-        window_row_count=settings.window_rows,
-    )
-    limiter.deadline.FromMilliseconds(round(settings.deadline_seconds * 1000))
-    return pb.TableDescription(
-        name=table.name,
-        row_spec=row_spec_to_wire(table.spec),
-        capacity_row_count=table.ring.capacity_rows,
-        row_count=table.ring.row_count,
-        block_count=table.ring.block_count,
-        inserted_row_count=table.limiter.inserted,
-        sampled_row_count=table.limiter.sampled,
-        memory_bytes=table.ring.memory_bytes,
-        limiter=limiter,
-        collectors=[
-            pb.CollectorPosition(
-                collector_index=collector,
-                collector_incarnation=position.incarnation,
-                sequence=position.sequence,
-            )
-            for collector, position in sorted(table.positions.items())
-        ],
-    )
 
 
 def _parse(message_type: type[MessageT], data: bytes) -> MessageT:

@@ -101,55 +101,39 @@ class Streams:
         self._on_change()
 
 
-class Credit:
-    """Batches that a stream owes. A thread reads requests ahead, so that one that comes early is a prefetch."""
+class Requests:
+    """A stream's later requests, read on a thread, so that each counts as it comes and not when its turn is."""
 
-    def __init__(self, stream: Stream, requests: Iterator[bytes], count: Callable[[bytes], int], owed: int) -> None:
-        """Args: `count` gives the batches that a request adds; `owed`: those of the first request."""
-        self._stream, self._requests, self._count = stream, requests, count
-        self._owed, self._closed = owed, False
-        self._error: PacelineError | None = None
-        threading.Thread(target=self._read_ahead, name="credit", daemon=True).start()
+    def __init__(
+        self,
+        stream: Stream,
+        requests: Iterator[bytes],
+        take: Callable[[bytes], None],
+        *,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`take` is given each request, on that thread; what it raises ends the stream. `on_change` is called after."""
+        self.closed = False
+        """The caller sends no more."""
+        self._stream, self._requests, self._take, self._on_change = stream, requests, take, on_change
+        self._error: Exception | None = None
+        threading.Thread(target=self._read_ahead, name="requests", daemon=True).start()
 
-    @property
-    def owed(self) -> int:
-        """Batches owed now."""
-        return self._owed
-
-    def wait(self) -> int:
-        """Batches owed, as soon as there is one; 0 when the client asks for no more.
-
-        Ends with the call, whose deadline is the client's.
-
-        Raises:
-            PacelineError: the service stops, the caller went away, or a request was malformed.
-        """
-        with self._stream.changed:
-            while True:
-                error = self._error or self._stream.why_ended()
-                if error is not None:
-                    raise error
-                if self._owed or self._closed:
-                    return self._owed
-                self._stream.changed.wait()
-
-    def take(self, batches: int) -> None:
-        """So many are no longer owed."""
-        with self._stream.changed:
-            self._owed -= batches
+    def require_going(self) -> None:
+        """Raise why the stream must end, if it must: a malformed request, a caller that went away, the drain."""
+        error = self._error or self._stream.why_ended()
+        if error is not None:
+            raise error
 
     def _read_ahead(self) -> None:
         try:
             for data in self._requests:
-                more = self._count(data)
-                with self._stream.changed:
-                    self._owed += more
-                    self._stream.changed.notify_all()
-        except PacelineError as error:
-            self._error = error
+                self._take(data)
+                self._on_change()
         except grpc.RpcError:
             pass  # the call is over
+        except Exception as error:  # raised again where the stream is served
+            self._error = error
         finally:
-            with self._stream.changed:
-                self._closed = True
-                self._stream.changed.notify_all()
+            self.closed = True
+            self._on_change()

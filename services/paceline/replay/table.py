@@ -9,22 +9,35 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from paceline.config import TableConfig
-from paceline.errors import BlockError, LimiterTimeoutError, ReplacedError, UnavailableError
-from paceline.replay.log import LogState, OutOfStepError, Position, RedisLog
-from paceline.replay.metrics import ReplayMetrics
+from paceline.errors import (
+    BlockError,
+    ConflictError,
+    InvalidInputError,
+    PacelineError,
+    UnavailableError,
+)
+from paceline.replay.draws import Draws
+from paceline.replay.followers import Followers
+from paceline.replay.log import LogState, OutOfStepError, RedisLog
+from paceline.replay.metrics import TableMetrics
 from paceline.replay.tiers import Tiers
-from paceline.rows import Block, ByteMatrix, RowSpec, find_non_finite
+from paceline.rows import Block, ByteMatrix, RowSpec, block_from_wire, find_non_finite
 from paceline.tables.limiter import Ended, Limiter, LimiterSettings
-from paceline.tables.samplers import UniformSampler
-from paceline.telemetry import ActivityClock
+from paceline.tables.memory import MemorySettings
+from paceline.telemetry import ActivityClock, get_logger
 from paceline.v1 import rows_pb2
 
 LOCK_SECONDS = 30.0
-"""An append waits so long for those before it; then the caller is told to come again."""
+"""An append waits so long for those before it, or for the table to be whole; then the caller is told to come again."""
+LOOK_SECONDS = 0.2
+"""How often a wait for the whole table looks whether its caller is still there."""
 
 
 @dataclass(frozen=True)
@@ -37,58 +50,86 @@ class Appended:
 
 
 class Table:
-    """One open table. Any number of threads may append and sample."""
+    """One open table. Any number of threads may append, sample and follow."""
 
     def __init__(
         self,
         name: str,
         spec: RowSpec,
         config: TableConfig,
-        settings: LimiterSettings,
         log: RedisLog,
-        metrics: ReplayMetrics,
+        metrics: TableMetrics,
         *,
-        row_limit: int | None = None,
+        capacity_rows: int,
+        memory: MemorySettings,
+        limiter: LimiterSettings,
+        row_limit: int | None,
+        settings_json: str,
     ) -> None:
-        """`row_limit`: rows that are ever inserted; None: no limit."""
-        self.name, self.spec = name, spec
-        self.limiter = Limiter(name, settings)
+        """Begin with no row; `begin` or `load` and `restore` come next.
+
+        Args:
+            capacity_rows: rows that the table is to hold; memory has room for more while a queue has more.
+            row_limit: rows that are ever inserted; None: no limit.
+            settings_json: kept in the record, to notice when other settings hold.
+        """
+        self.name, self.spec, self.config = name, spec, config
+        self.capacity_rows = capacity_rows
         self._tiers = Tiers(
             name,
             spec,
             log,
             metrics,
-            capacity_rows=config.capacity_rows,
+            settings=memory,
+            queue=config.queue,
             row_limit=row_limit,
-            limiter_json=settings.to_json(),
+            settings_json=settings_json,
         )
-        self.ring = self._tiers.ring
-        self._config, self._metrics = config, metrics
+        self.memory = self._tiers.memory
+        self.followers = Followers(name, metrics)
+        self.limiter = Limiter(name, limiter, room=self._room, drawable=self.memory.drawable)
+        self.changed = threading.Condition()
+        """Notified when rows came, rows left, priorities changed, or followers made progress."""
+        self.metrics = metrics
         self._appending = threading.Lock()
+        self._whole = threading.Event()
+        metrics.whole.set(0)
+        self.draws = Draws(name, self.memory, self.limiter, self.changed, metrics)
 
     @property
-    def positions(self) -> dict[int, Position]:
-        """The last block of each collector, by its index."""
-        return dict(self._tiers.positions)
+    def inserted(self) -> int:
+        """Rows ever inserted."""
+        return self._tiers.inserted
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row that the run asked for is here."""
+        return self._tiers.complete
+
+    @property
+    def tiers(self) -> Tiers:
+        """Its rows in memory and Redis; to look at."""
+        return self._tiers
 
     def append(
-        self, header: rows_pb2.BlockHeader, rows: bytes | memoryview, ended: Ended, clock: ActivityClock
+        self, header: rows_pb2.BlockHeader, payload: bytes | memoryview, ended: Ended, clock: ActivityClock
     ) -> Appended:
         """Store a block in Redis and in memory.
 
         Raises:
             RowSpecError, BlockError: it is not a block of this table, or holds what the table refuses.
             ReplacedError: a newer incarnation of its collector sent blocks.
-            LimiterTimeoutError: the limiter held it back for longer than its deadline.
+            LimiterTimeoutError: the limiter, or a full queue, held it back for longer than its deadline.
             StoreFullError, StoreReadOnlyError: Redis refused it; nothing was stored.
             UnavailableError: Redis is away; whether it was stored is not known, and a repeat finds out.
         """
-        block = self._check(header, rows)
+        block = self._check(header, payload)
+        self._wait_until_whole(ended)
         done = self._find_known(header)
         if done is not None:
             return done
         clock.switch("limiter")
-        with self._limited("insert"):
+        with self.metrics.waiting_for_limiter("insert"):
             self.limiter.reserve_insert(block.row_count, ended)
         reserved = block.row_count
         try:
@@ -96,60 +137,149 @@ class Table:
             with self._one_at_a_time():
                 done = self._find_known(header)  # the same block may have come by another stream meanwhile
                 if done is None:
-                    done = self._store(header, block, clock)
+                    done = self._store(header, block, payload, clock)
                 self.limiter.settle_insert(reserved, 0 if done.duplicate else done.stored_row_count)
                 reserved = 0
         finally:
-            self.limiter.settle_insert(reserved, 0)
+            if reserved:
+                self.limiter.settle_insert(reserved, 0)
         if self._tiers.complete:
             self.limiter.complete()
+        self.wake()
         return done
 
-    def grant_samples(self, batch_size: int, batch_count: int, ended: Ended, *, wait: bool) -> int:
-        """How many batches may be sampled now. Raises as `Limiter.grant_samples`."""
-        with self._limited("sample"):
-            return self.limiter.grant_samples(batch_size, batch_count, ended, wait=wait)
+    def update_priorities(self, keys: npt.NDArray[np.int64], priorities: npt.NDArray[np.float32]) -> int:
+        """Set priorities of rows; how many of the keys are of rows that are there.
 
-    def sample(self, sampler: UniformSampler, out: ByteMatrix) -> None:
-        """Fill `out`, `[n, row_bytes]`, with rows that `sampler` draws. Raises UnavailableError if there are none."""
-        if not self.ring.row_count:
-            raise UnavailableError(
-                f"table {self.name!r} has no rows in memory: every block of its record was damaged; "
-                "sampling goes on when collectors have appended new ones"
+        Raises:
+            InvalidInputError: keys and priorities differ in number, or a priority is out of range.
+            ConflictError: the table's rows have no priorities.
+            UnavailableError: the table is still being restored.
+        """
+        if self.config.sampler != "prioritised":
+            raise ConflictError(
+                f"table {self.name!r} has sampler {self.config.sampler!r}, whose rows have no priorities: expected "
+                f"'prioritised'; set replay.tables.{self.name}.sampler"
             )
-        self.ring.sample(sampler.draw, out)
-        self._metrics.sampled_rows.labels(self.name).inc(len(out))
-        self._metrics.sampled_bytes.labels(self.name).inc(out.nbytes)
+        if not self._whole.is_set():
+            # The rows may be those that are not here yet.
+            raise UnavailableError(f"table {self.name!r} is still being restored; retry")
+        found = self.memory.update_priorities(keys, priorities)
+        self.metrics.updated_priorities.inc(found)
+        self.metrics.unknown_priorities.inc(len(keys) - found)
+        self.wake()
+        return found
+
+    def read(self, first_row: int, max_rows: int) -> tuple[int, ByteMatrix, npt.NDArray[np.float64]]:
+        """A copy of rows for a follower, as `TableMemory.read`; those of a queue count as delivered."""
+        if not self.config.queue:
+            return self.memory.read(first_row, max_rows)
+        with self._one_at_a_time():  # no row both counts as dropped and is delivered
+            found = self.memory.read(first_row, max_rows)
+            self._tiers.delivered = max(self._tiers.delivered, found[0] + len(found[1]))
+            return found
+
+    def consume(self, row: int) -> None:
+        """The rows of a queue before `row` were consumed: they leave memory now, and the record at once or soon.
+
+        Raises:
+            InvalidInputError: the table is no queue, or has no such row.
+        """
+        if not self.config.queue:
+            raise InvalidInputError(
+                f"consumed_row {row} of table {self.name!r}, which is no queue: expected none; only queues are consumed"
+            )
+        if row > self.inserted:
+            raise InvalidInputError(
+                f"consumed_row {row} of queue {self.name!r}: expected at most {self.inserted}, the rows ever inserted"
+            )
+        with self._one_at_a_time():
+            before = self._tiers.consumed
+            self._tiers.consume(row)
+            if self._whole.is_set() and self._tiers.consumed != before:
+                # Whoever takes the room writes it down with his block; otherwise the keeper of the record comes again.
+                with suppress(PacelineError):
+                    self._keep()
+        self.limiter.wake()
+        self.wake()
 
     def begin(self) -> None:
         """Make the record of a new table in Redis."""
         self._tiers.begin()
+        self._set_whole()
 
-    def restore(self, state: LogState, ended: Ended) -> None:
-        """Fill the ring from the record, whose state is `state`. Raises what `ended` gives."""
-        self._tiers.restore(state, ended)
+    def load(self, state: LogState) -> None:
+        """Take over the counters of the record; `restore` brings the rows."""
+        self._tiers.load(state)
         self.limiter.restore(inserted=state.inserted, sampled=state.sampled)
-        if self._tiers.complete:
+        if self.complete:
             self.limiter.complete()
 
-    def keep_record(self) -> None:
-        """Write the counter of sampled rows to Redis, and mend the record if it differs from memory.
+    def restore(self) -> Iterator[None]:
+        """Fill memory from the record, a block in each step. At the end the table is whole and takes blocks.
+
+        Rows may be sampled and followed meanwhile. Another call goes on where one that failed ended.
+        """
+        steps, is_over = self._tiers.restore(), False
+        while not is_over:
+            with self._one_at_a_time():  # a follower may consume meanwhile
+                is_over = next(steps, self) is self
+            self.limiter.wake()
+            self.wake()
+            yield
+        self._set_whole()
+        get_logger().info(
+            "table_restored",
+            table=self.name,
+            rows=self.memory.row_count,
+            blocks=self._tiers.block_count,
+            inserted_rows=self.inserted,
+            sampled_rows=self.limiter.sampled,
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its rows are in memory, as they are in the record."""
+        return self._whole.is_set()
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the rows needed before the first sample are in memory, or all that the record has.
+
+        Where draws are counted or weighed by priority the first one comes when all are there, and what is known of
+        them: else a row might be given more often than it may.
+        """
+        if self.memory.settings.keeps_state:
+            return self.is_whole
+        return self.is_whole or self.memory.row_count >= self.limiter.settings.min_rows
+
+    def require_readable(self) -> None:
+        """Raise UnavailableError while rows that the record has are still missing for the first sample."""
+        if not self.is_readable:
+            raise UnavailableError(
+                f"table {self.name!r} is still being restored from Redis, {self.memory.row_count} of the "
+                f"{self.limiter.settings.min_rows} rows needed before the first sample are in memory; retry"
+            )
+
+    def keep_record(self, *, all_pages: bool = False) -> None:
+        """Write counters and changed pages to Redis, and mend the record if it differs from memory.
 
         Raises:
             UnavailableError: Redis is away.
         """
-        with self._one_at_a_time():
-            try:
-                self._tiers.keep(sampled=self.limiter.sampled)
-            except OutOfStepError:
-                self._bring_together()
+        if self._whole.is_set():
+            with self._one_at_a_time():
+                self._keep(all_pages=all_pages)
 
-    def _check(self, header: rows_pb2.BlockHeader, rows: bytes | memoryview) -> Block:
-        block = Block.from_bytes(
-            self.spec, rows, row_count=header.row_count, digest=header.row_spec_digest, checksum=header.checksum
-        )
-        self.ring.removed_by(block.row_count)  # refuses a block larger than the table
-        if not self._config.allow_non_finite:
+    def wake(self) -> None:
+        """Have every wait look at what has changed."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def _check(self, header: rows_pb2.BlockHeader, payload: bytes | memoryview) -> Block:
+        self.memory.require_fits(header.row_count)
+        block = block_from_wire(self.spec, header, payload)
+        if not self.config.allow_non_finite:
             column = find_non_finite(block)
             if column is not None:
                 raise BlockError(
@@ -160,35 +290,60 @@ class Table:
 
     def _find_known(self, header: rows_pb2.BlockHeader) -> Appended | None:
         """The answer to a block that needs no storing, or None."""
-        position = self._tiers.positions.get(header.collector_index)
-        if position is not None:
-            if header.collector_incarnation < position.incarnation:
-                raise ReplacedError(
-                    f"collector {header.collector_index} sent a block as incarnation {header.collector_incarnation}, "
-                    f"and incarnation {position.incarnation} took over: this process should end"
-                )
-            if header.collector_incarnation == position.incarnation and header.sequence <= position.sequence:
-                self._metrics.duplicate_blocks.labels(self.name).inc()
-                last = header.sequence == position.sequence
-                return Appended(position.stored_row_count if last else header.row_count, True, self._tiers.complete)
-        return Appended(0, False, True) if self._tiers.complete else None
+        last = self._tiers.positions.find(header)
+        if last is not None:
+            self.metrics.duplicate_blocks.inc()
+            is_last = header.sequence == last.sequence
+            return Appended(last.stored_row_count if is_last else header.row_count, True, self.complete)
+        return Appended(0, False, True) if self.complete else None
 
-    def _store(self, header: rows_pb2.BlockHeader, block: Block, clock: ActivityClock) -> Appended:
+    def _store(
+        self, header: rows_pb2.BlockHeader, block: Block, payload: bytes | memoryview, clock: ActivityClock
+    ) -> Appended:
         try:
-            stored = self._tiers.store(header, block, clock, sampled=self.limiter.sampled)
+            stored = self._tiers.store(header, block, payload, clock, sampled=self.limiter.sampled)
         except OutOfStepError:
             self._bring_together()
             done = self._find_known(header)
             if done is not None:
                 return done
-            stored = self._tiers.store(header, block, clock, sampled=self.limiter.sampled)
-        return Appended(stored, False, self._tiers.complete)
+            stored = self._tiers.store(header, block, payload, clock, sampled=self.limiter.sampled)
+        return Appended(stored, False, self.complete)
+
+    def _keep(self, *, all_pages: bool = False) -> None:
+        try:
+            self._tiers.keep(sampled=self.limiter.sampled, all_pages=all_pages)
+        except OutOfStepError:
+            self._bring_together()
 
     def _bring_together(self) -> None:
         try:
             self._tiers.bring_together(sampled=self.limiter.sampled)
         finally:
-            self.limiter.restore(inserted=self._tiers.inserted)
+            self.limiter.restore(inserted=self.inserted)
+
+    def _room(self) -> int | None:
+        """Rows that fit before others leave, where appends wait for that."""
+        if not self.config.queue or self.config.overflow != "block":
+            return None
+        return self.capacity_rows - (self.memory.end_row - self.memory.first_row)
+
+    def _set_whole(self) -> None:
+        self._whole.set()
+        self.metrics.whole.set(1)
+        self.wake()
+
+    def _wait_until_whole(self, ended: Ended) -> None:
+        until = time.monotonic() + LOCK_SECONDS
+        while not self._whole.wait(LOOK_SECONDS):
+            error = ended()
+            if error is not None:
+                raise error
+            if time.monotonic() > until:
+                raise UnavailableError(
+                    f"table {self.name!r} is still being restored from Redis, {self.memory.row_count} rows are in "
+                    "memory: it takes blocks when it is whole; retry"
+                )
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
@@ -200,14 +355,3 @@ class Table:
             yield
         finally:
             self._appending.release()
-
-    @contextmanager
-    def _limited(self, side: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        except LimiterTimeoutError:
-            self._metrics.limiter_timeouts.labels(self.name, side).inc()
-            raise
-        finally:
-            self._metrics.limiter_wait_seconds.labels(self.name, side).inc(time.perf_counter() - began)

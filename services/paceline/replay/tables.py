@@ -2,52 +2,75 @@
 
 from __future__ import annotations
 
-import os
+import json
 import threading
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from paceline.config import Config
-from paceline.errors import ConflictError, NotFoundError, RowSpecError, UnavailableError
-from paceline.replay.log import RedisLog
-from paceline.replay.metrics import ReplayMetrics
+from paceline.errors import ConflictError, NotFoundError, UnavailableError
+from paceline.replay.log import LogState, RedisLog
+from paceline.replay.metrics import ReplayMetrics, TableMetrics
+from paceline.replay.settings import (
+    limiter_settings,
+    memory_settings,
+    require_memory,
+    row_limit,
+    settings_json,
+)
 from paceline.replay.store import RedisStore
 from paceline.replay.table import Table
 from paceline.rows import RowSpec
-from paceline.tables.limiter import Ended, LimiterSettings
+from paceline.tables.limiter import Ended
 from paceline.telemetry import get_logger
 
 
 class Tables:
-    """The tables of one run. Closed to callers until they are restored."""
+    """The tables of one run. Closed to callers until it is known which have a record."""
 
-    def __init__(self, config: Config, store: RedisStore, metrics: ReplayMetrics) -> None:
+    def __init__(self, config: Config, store: RedisStore, metrics: ReplayMetrics, *, shard: int = 0) -> None:
         """Raises ConfigError when a limiter's window could hold both sides back for ever."""
-        self._config, self._store, self._metrics = config, store, metrics
+        self._config, self._store, self._metrics, self._shard = config, store, metrics, shard
         self._opening = threading.Lock()
         self._open: dict[str, Table] = {}
         self._ready = False
-        self._settings = {name: _limiter_settings(config, name) for name in config.replay.tables}
+        self._limiters = {name: limiter_settings(config, name) for name in config.replay.tables}
 
     @property
     def open_tables(self) -> list[Table]:
         """Every open table, by name."""
         return [table for _, table in sorted(self._open.items())]
 
-    def restore(self, ended: Ended) -> None:
-        """Fill every table that has a record, and let callers in. Raises what `ended` gives, and what Redis does."""
-        began = time.perf_counter()
+    def load(self) -> None:
+        """Open every table that has a record, with its counters and without its rows, and let callers in."""
         for name in self._config.replay.tables:
             log = RedisLog(self._store, name)
             state = log.read_state()
             if state is not None:
-                table = self._make(name, state.row_spec, log)
-                table.restore(state, ended)
-                self._open[name] = table
-        self._metrics.restore_seconds.set(time.perf_counter() - began)
+                self._open[name] = self._make(name, state.row_spec, log, state)
         self._ready = True
 
+    def restore(self, ended: Ended, on_readable: Callable[[], None]) -> None:
+        """Bring the rows of every open table; `on_readable` is called when all of them can be sampled.
+
+        First each table gets the rows that its first sample needs, then each the rest, the learner's before the others.
+        Raises what `ended` gives, and what Redis does; called again it goes on where it ended.
+        """
+        began = time.perf_counter()
+        tables = sorted(self.open_tables, key=lambda table: table.name != self._config.learner.table)
+        steps = {table.name: table.restore() for table in tables}
+        for table in tables:
+            while not table.is_readable:
+                _take_step(steps[table.name], ended)
+        on_readable()
+        for table in tables:
+            while not table.is_whole:
+                _take_step(steps[table.name], ended)
+        self._metrics.restore_seconds.set(time.perf_counter() - began)
+
     def require_ready(self) -> None:
-        """Raise UnavailableError while the tables are being restored."""
+        """Raise UnavailableError while it is not known yet which tables have a record."""
         if not self._ready:
             raise UnavailableError("replay is still restoring its tables from Redis; retry")
 
@@ -65,7 +88,7 @@ class Tables:
         Raises:
             NotFoundError: it is not configured.
             ConflictError: it is open with another spec.
-            RowSpecError: so many such rows do not fit this machine's memory.
+            RowSpecError: so many such rows do not fit this machine's memory, or no block fits the table.
         """
         self._require_configured(name)
         with self._opening:
@@ -74,7 +97,9 @@ class Tables:
                 table = self._make(name, spec, RedisLog(self._store, name))
                 table.begin()
                 self._open[name] = table
-                get_logger().info("table_opened", table=name, row_bytes=spec.row_bytes)
+                get_logger().info(
+                    "table_opened", table=name, row_bytes=spec.row_bytes, capacity_rows=table.capacity_rows
+                )
             elif table.spec != spec:
                 raise ConflictError(
                     f"table {name!r} has columns {_describe(table.spec)}: it cannot also have {_describe(spec)}; "
@@ -83,45 +108,80 @@ class Tables:
             return table
 
     def wake(self) -> None:
-        """Have every wait for a limiter look whether it must end."""
+        """Have every wait look whether it must end."""
         for table in list(self._open.values()):
             table.limiter.wake()
+            table.wake()
 
-    def keep_records(self) -> None:
-        """Write the counters of every table to Redis and mend what differs. Raises UnavailableError if it is away."""
+    def keep_records(self, *, all_pages: bool = False) -> None:
+        """Write counters and changed pages of every table to Redis and mend what differs.
+
+        Raises:
+            UnavailableError: Redis is away.
+        """
         for table in list(self._open.values()):
-            table.keep_record()
+            table.keep_record(all_pages=all_pages)
         if not self._open:
             self._store.command("PING")
 
-    def _make(self, name: str, spec: RowSpec, log: RedisLog) -> Table:
-        table = self._config.replay.tables[name]
-        needed, there = table.capacity_rows * spec.row_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if needed > there:
-            raise RowSpecError(
-                f"table {name!r} of {table.capacity_rows} rows of {spec.row_bytes} bytes needs {needed} bytes: "
-                f"expected at most {there}, the memory of this machine; lower replay.tables.{name}.capacity_rows"
-            )
-        learners = name == self._config.learner.table
-        limit = self._config.run.environment_steps if learners else None
-        return Table(name, spec, table, self._settings[name], log, self._metrics, row_limit=limit)
+    def _make(self, name: str, spec: RowSpec, log: RedisLog, state: LogState | None = None) -> Table:
+        config, limiter = self._config.replay.tables[name], self._limiters[name]
+        memory = memory_settings(self._config, name, spec)
+        used = settings_json(config, limiter, memory)
+        if state is not None and config.queue:
+            # Rows that wait are never dropped for a capacity that is lower now.
+            memory = replace(memory, capacity_rows=max(memory.capacity_rows, state.inserted - state.consumed))
+        needed = memory.physical_rows * spec.row_bytes
+        require_memory(name, needed, held=sum(table.memory.memory_bytes for table in self._open.values()))
+        table = Table(
+            name,
+            spec,
+            config,
+            log,
+            TableMetrics(self._metrics, name),
+            capacity_rows=config.rows_that_fit(spec.row_bytes),
+            memory=memory,
+            limiter=limiter,
+            row_limit=row_limit(self._config, name, self._shard),
+            settings_json=used,
+        )
+        if state is not None:
+            table.load(state)
+            _report_differences(table, state.limiter_json, used)
+        return table
 
     def _require_configured(self, name: str) -> None:
         if name not in self._config.replay.tables:
             raise NotFoundError(f"no table {name[:80]!r}: replay.tables has {', '.join(self._config.replay.tables)}")
 
 
-def _limiter_settings(config: Config, name: str) -> LimiterSettings:
-    limiter = config.replay.tables[name].limiter
-    learners = name == config.learner.table
-    settings = LimiterSettings(
-        min_rows=limiter.min_rows,
-        samples_per_insert=config.samples_per_insert() if learners else None,
-        window_rows=config.limiter_window_rows() if learners else None,
-        deadline_seconds=limiter.deadline_seconds,
-    )
-    settings.require_room(batch_rows=config.learner.batch_size, block_rows=config.collector.block_rows)
-    return settings
+def _take_step(steps: Iterator[None], ended: Ended) -> None:
+    error = ended()
+    if error is not None:
+        raise error
+    next(steps, None)
+
+
+def _report_differences(table: Table, stored: str, used: str) -> None:
+    table.metrics.settings_differ.set(stored != used)
+    if stored != used:
+        before, now = _parse_settings(stored), json.loads(used)
+        changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        get_logger().warning(
+            "table_settings_differ",
+            table=table.name,
+            stored={key: before.get(key) for key in changed},
+            used={key: now.get(key) for key in changed},
+            meaning="the current configuration holds; the record was begun with the stored one",
+        )
+
+
+def _parse_settings(text: str) -> dict[str, object]:
+    try:
+        settings = json.loads(text)
+    except ValueError:
+        settings = None
+    return settings if isinstance(settings, dict) else {"unreadable": text}
 
 
 def _describe(spec: RowSpec) -> str:

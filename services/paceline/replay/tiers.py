@@ -1,95 +1,122 @@
 """The rows of one table in both tiers, Redis and memory, kept equal.
 
 A block goes to Redis first, then to memory. Where the two differ afterwards (a reply was lost, Redis came back without
-its last second), `bring_together` mends it. One caller at a time writes; the ring may be sampled meanwhile.
+its last second), `bring_together` mends it. One caller at a time writes; memory may be sampled meanwhile.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import takewhile
 
+import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from paceline.errors import PacelineError, ReplacedError, UnavailableError
+from paceline.errors import BlockError, PacelineError, ReplacedError, UnavailableError
+from paceline.replay.blocks import HeldBlock, HeldBlocks
 from paceline.replay.log import LoggedBlock, LogState, OutOfStepError, Position, RedisLog
-from paceline.replay.metrics import ReplayMetrics
-from paceline.rows import Block, RowSpec
-from paceline.rpc.wire import timestamp
-from paceline.tables.limiter import Ended
-from paceline.tables.ring import Ring
+from paceline.replay.metrics import TableMetrics
+from paceline.replay.pages import Pages
+from paceline.replay.positions import Positions
+from paceline.rows import Block, RowSpec, block_from_wire, checksum_of
+from paceline.rpc.wire import seconds_of, timestamp
+from paceline.tables.memory import MemorySettings, TableMemory
 from paceline.telemetry import ActivityClock, get_logger
 from paceline.v1 import rows_pb2
 
 
 class Tiers:
-    """Ring and record of one table."""
+    """Memory and record of one table."""
 
     def __init__(
         self,
         name: str,
         spec: RowSpec,
         log: RedisLog,
-        metrics: ReplayMetrics,
+        metrics: TableMetrics,
         *,
-        capacity_rows: int,
+        settings: MemorySettings,
+        queue: bool,
         row_limit: int | None,
-        limiter_json: str,
+        settings_json: str,
     ) -> None:
-        """`row_limit`: rows that are ever inserted; None: no limit. `limiter_json` is kept in the record."""
-        self.ring = Ring(spec.row_bytes, capacity_rows)
+        """`row_limit`: rows that are ever inserted; None: no limit. `settings_json` is kept in the record."""
+        self.memory = TableMemory(settings, spec.row_bytes)
         self.inserted = 0
-        """Rows ever inserted."""
-        self.positions: dict[int, Position] = {}
-        """The last block of each collector, by its index."""
+        """Rows ever inserted: the key of the next row."""
+        self.consumed = self.dropped = self.delivered = 0
+        """Of a queue: keys before which all rows were consumed and were given to a follower, and rows that left though
+        no follower had got them."""
+        self.positions = Positions(name, metrics)
+        self._stored_positions: Mapping[int, Position] = {}
         self._name, self._spec, self._log, self._metrics = name, spec, log, metrics
-        self._row_limit, self._limiter_json = row_limit, limiter_json
-        self._last_block = 0
-        self._headers: dict[int, bytes] = {}
-        """Header of every block in the ring, to write it to Redis again if Redis loses it."""
-        metrics.capacity_rows.labels(name).set(capacity_rows)
-        metrics.memory_bytes.labels(name).set(self.ring.memory_bytes)
-        self._count_rows(0)
+        self._queue, self._row_limit, self._settings_json = queue, row_limit, settings_json
+        self._pages = Pages(name, self.memory, metrics)
+        self._recorded = 0
+        """What the record says of `inserted`; less where its newest blocks were damaged and then lost by Redis."""
+        self._blocks = HeldBlocks()
+        metrics.capacity_rows.set(settings.capacity_rows)
+        metrics.memory_bytes.set(self.memory.memory_bytes)
+        self._show()
 
     @property
     def complete(self) -> bool:
         """Whether every row that the run asked for is here."""
         return self._row_limit is not None and self.inserted >= self._row_limit
 
+    @property
+    def block_count(self) -> int:
+        """Blocks in the record."""
+        return len(self._blocks)
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of the payloads in the record."""
+        return self._blocks.payload_bytes
+
     def begin(self) -> None:
         """Make the record of a new table."""
-        self._log.begin(self._state(last_block=0, sampled=0))
+        self._log.begin(self._state(inserted=0, sampled=0))
 
-    def restore(self, state: LogState, ended: Ended) -> None:
-        """Fill the ring from the record, whose state is `state`. Raises what `ended` gives."""
-        if state.limiter_json != self._limiter_json:
-            get_logger().warning(
-                "limiter_settings_differ",
-                table=self._name,
-                stored=state.limiter_json,
-                used=self._limiter_json,
-                meaning="the current configuration holds",
-            )
-        for logged in self._log.read_blocks():
-            error = ended()
-            if error is not None:
-                raise error
-            self._take_in(logged)
-        # After the blocks: the last one of a collector may have been left out, and is known all the same.
+    def load(self, state: LogState) -> None:
+        """Take over the counters of the record; `restore` brings the rows."""
+        self._recorded = self.inserted = state.inserted
+        self.consumed = self.delivered = state.consumed
+        self.dropped = state.dropped
+        self._stored_positions = state.positions
         self.positions.update(state.positions)
-        self._last_block, self.inserted = state.last_block, state.inserted
-        if self.ring.first_block is not None:
-            self._log.trim(self.ring.first_block)
-        get_logger().info(
-            "table_restored",
-            table=self._name,
-            rows=self.ring.row_count,
-            blocks=self.ring.block_count,
-            inserted_rows=state.inserted,
-            sampled_rows=state.sampled,
-        )
 
-    def store(self, header: rows_pb2.BlockHeader, block: Block, clock: ActivityClock, *, sampled: int) -> int:
+    def restore(self) -> Iterator[None]:
+        """Fill memory from the record, one block in each step, oldest first.
+
+        A block that is damaged, missing or half-written is named, counted and left out. Another call goes on where one
+        that failed ended.
+        """
+        for logged in self._log.read_blocks(self._blocks.end_row):
+            self._take_in(logged)
+            yield
+        # The newest block of a collector may have been left out, and is known all the same.
+        self.positions.update(self._stored_positions)
+        self.memory.set_end(self.inserted)
+        for page, data in self._log.read_pages():
+            self._pages.restore(page, data)
+        self._show()
+
+    def store(
+        self,
+        header: rows_pb2.BlockHeader,
+        block: Block,
+        payload: bytes | memoryview,
+        clock: ActivityClock,
+        *,
+        sampled: int,
+    ) -> int:
         """Store a block, cut at the limit of rows, in Redis and in memory; how many of its rows.
+
+        Args:
+            payload: the block as it was sent, in the form that the header names.
 
         Raises:
             OutOfStepError: the two differ; `bring_together`, and see whether the block is there already.
@@ -98,20 +125,23 @@ class Tiers:
         """
         if self._row_limit is not None and self.inserted + block.row_count > self._row_limit:
             block = block.first(self._row_limit - self.inserted)
-            header.row_count, header.checksum = block.row_count, block.checksum()
-        number = self._last_block + 1
+            payload = block.data.data.cast("B")
+            header.row_count, header.checksum, header.compact_stride = block.row_count, block.checksum(), 0
+        header.first_row = self.inserted
         header.stored_at.CopyFrom(timestamp())
-        oldest = self.ring.first_block_after(block.row_count)
-        logged = LoggedBlock(number, header.SerializeToString(), block.data.data.cast("B"))
+        leaving = self._leaving(self.memory.first_row_after(block.row_count), self.inserted + block.row_count)
+        dropped = self.dropped + sum(self._undelivered(held) for held in leaving)
+        held = HeldBlock(self.inserted, block.row_count, len(payload), header.SerializeToString())
         began = time.perf_counter()
         try:
             stored = self._log.append(
-                logged,
+                LoggedBlock(held.first_row, held.row_count, held.header or b"", payload),
                 header,
-                previous=self._last_block,
-                oldest=number if oldest is None else oldest,
-                inserted=self.inserted + block.row_count,
+                removed=[left.first_row for left in leaving],
                 sampled=sampled,
+                consumed=self.consumed,
+                dropped=dropped,
+                after=self._recorded,
             )
         except ReplacedError as error:
             raise (_moved(error) if self._log.replaced else error) from error
@@ -119,21 +149,36 @@ class Tiers:
             raise OutOfStepError(f"the record of table {self._name!r} has a block that memory does not know of, retry")
         self._metrics.redis_append_seconds.observe(time.perf_counter() - began)
         clock.switch("memory")
-        self._note_gap(header)
-        self._add(logged, header, block)
-        self._last_block = number
-        self.inserted += block.row_count
-        self._metrics.appended_rows.labels(self._name).inc(block.row_count)
-        self._metrics.appended_blocks.labels(self._name).inc()
-        self._metrics.appended_bytes.labels(self._name).inc(block.data.nbytes)
+        self.positions.note_gap(header)
+        self._blocks.remove(leaving)
+        self._count_dropped(dropped)
+        self._add(held, header, block)
+        self._recorded = self.inserted = held.end_row
+        self._metrics.appended_rows.inc(block.row_count)
+        self._metrics.appended_blocks.inc()
+        self._metrics.appended_bytes.inc(block.data.nbytes)
+        self._metrics.appended_payload_bytes.inc(len(payload))
         return block.row_count
 
-    def keep(self, *, sampled: int) -> None:
-        """Write the counter of sampled rows to the record. Raises as `store` does."""
-        try:
-            self._log.save(last_block=self._last_block, sampled=sampled)
-        except ReplacedError as error:
-            raise _moved(error) from error
+    def keep(self, *, sampled: int, all_pages: bool = False) -> None:
+        """Write the counters, some changed pages (`all_pages`: every one), and what has left, to the record.
+
+        Raises as `store` does.
+        """
+        leaving = self._leaving(self.memory.first_row, self.inserted)
+        with self._pages.changed(everything=all_pages) as pages:
+            removed = [held.first_row for held in leaving]
+            self._save(inserted=self._recorded, sampled=sampled, removed=removed, pages=pages)
+        self._blocks.remove(leaving)
+        self._show()
+
+    def consume(self, row: int) -> None:
+        """Have every row before `row` leave; `keep` writes it down."""
+        if row > self.consumed:
+            self._metrics.consumed_rows.inc(row - self.consumed)
+            self.consumed = row
+            self.delivered = max(self.delivered, row)
+            self.memory.drop_before(row)
 
     def bring_together(self, *, sampled: int) -> None:
         """Make the record and memory agree again; `inserted` may grow by it.
@@ -143,96 +188,166 @@ class Tiers:
         """
         try:
             state = self._log.read_state()
-            if state is not None and state.last_block > self._last_block:
+            if state is not None and state.inserted > self._recorded:
                 # The counters first: a failure in the midst is then mended by the next try, from the block it got to.
-                self.inserted = state.inserted
-                for logged in self._log.read_blocks(self._last_block):
+                self.inserted = max(self.inserted, state.inserted)
+                self._count_dropped(max(self.dropped, state.dropped))
+                for logged in self._log.read_blocks(self._recorded):
                     self._take_in(logged)
-                self._last_block = state.last_block
-                get_logger().info("record_caught_up", table=self._name, last_block=state.last_block)
-            if state is None or state.last_block < self._last_block:
+                    self._recorded = logged.end_row
+                self.memory.set_end(self.inserted)
+                self._recorded = state.inserted
+                get_logger().info("record_caught_up", table=self._name, inserted_rows=state.inserted)
+            if state is None or state.inserted < self._recorded:
                 self._write_again(state, sampled)
             else:
                 self.positions.update(state.positions)
         except ReplacedError as error:
             raise _moved(error) from error
 
-    def _add(self, logged: LoggedBlock, header: rows_pb2.BlockHeader, block: Block) -> None:
-        before = self.ring.row_count
-        for number in self.ring.append(logged.number, block.data):
-            del self._headers[number]
-        self._headers[logged.number] = logged.header
-        self.positions[header.collector_index] = Position(
-            header.collector_incarnation, header.sequence, header.row_count
-        )
-        self._count_rows(before + block.row_count - self.ring.row_count)
-
     def _take_in(self, logged: LoggedBlock) -> None:
-        """Put a block of the record into the ring, or leave it out when it is damaged."""
+        """Put a block of the record into memory, or leave it out when it is damaged."""
+        data: bytes | None = logged.header
+        if logged.end_row <= self.consumed:  # the process ended before it could remove it
+            self._blocks.add(HeldBlock(logged.first_row, logged.row_count, len(logged.payload), None))
+            return
         try:
             header = rows_pb2.BlockHeader.FromString(logged.header)
-            block = Block.from_bytes(
-                self._spec,
-                logged.rows,
-                row_count=header.row_count,
-                digest=header.row_spec_digest,
-                checksum=header.checksum,
-            )
-            self._add(logged, header, block)
-            self._last_block = logged.number
+            if (header.first_row, header.row_count) != (logged.first_row, logged.row_count):
+                raise BlockError(
+                    f"its header says {header.row_count} rows from {header.first_row}: expected {logged.row_count}"
+                )
+            if not len(logged.payload):
+                raise BlockError("its payload is missing")
+            block = block_from_wire(self._spec, header, logged.payload)
         except (PacelineError, DecodeError) as error:
-            self._metrics.damaged_blocks.labels(self._name).inc()
-            get_logger().error("block_damaged", table=self._name, block=logged.number, error=str(error))
+            data = None
+            self._metrics.damaged_blocks.inc()
+            get_logger().error(
+                "block_damaged", table=self._name, block=logged.first_row, rows=logged.row_count, error=str(error)
+            )
+        held = HeldBlock(logged.first_row, logged.row_count, len(logged.payload), data)
+        if data is None:
+            self._blocks.add(held)
+            return
+        self._add(held, header, block)
+        if logged.first_row < self.consumed:
+            self.memory.drop_before(self.consumed)
+
+    def _add(self, held: HeldBlock, header: rows_pb2.BlockHeader, block: Block) -> None:
+        before = self.memory.row_count
+        self.memory.append(
+            held.first_row,
+            block.data,
+            stored_at=seconds_of(header.stored_at),
+            versions=self._versions(block),
+        )
+        self._metrics.removed_rows.inc(max(0, before + held.row_count - self.memory.row_count))
+        self.positions.note(header)
+        self._blocks.add(held)
+        self._show()
+
+    def _versions(self, block: Block) -> npt.NDArray[np.int64] | None:
+        """The policy version of each row, where the sampler asks for it; of an unroll that of its oldest step."""
+        if self.memory.settings.sampler != "recent":
+            return None
+        versions: npt.NDArray[np.int64] = block.columns["policy_version"].astype(np.int64).reshape(block.row_count, -1)
+        if "valid" in self._spec and versions.shape[1] > 1:
+            versions = np.where(block.columns["valid"], versions, np.iinfo(np.int64).max)
+        oldest: npt.NDArray[np.int64] = versions.min(axis=1)
+        return oldest
+
+    def _leaving(self, stays: int, inserted: int) -> list[HeldBlock]:
+        horizon = inserted - self.memory.settings.held_rows
+        return self._blocks.leaving(stays=stays, horizon=horizon, consumed=self.consumed)
+
+    def _undelivered(self, held: HeldBlock) -> int:
+        """Rows of a queue's block that leave though no follower got them."""
+        if held.header is None or not self._queue:
+            return 0
+        return max(0, held.end_row - max(held.first_row, self.delivered))
+
+    def _count_dropped(self, dropped: int) -> None:
+        if dropped > self.dropped:
+            self._metrics.dropped_rows.inc(dropped - self.dropped)
+            self.dropped = dropped
 
     def _write_again(self, state: LogState | None, sampled: int) -> None:
-        known = 0 if state is None else state.last_block
-        first = self._last_block + 1 if self.ring.first_block is None else self.ring.first_block
-        if state is None or known < first - 1:
-            known = first - 1
-            self._log.begin(self._state(last_block=known, sampled=sampled))
-        count = 0
-        for number, rows in self.ring.blocks_after(known):
-            data = self._headers[number]
-            self._log.append(
-                LoggedBlock(number, data, rows.data.cast("B")),
-                rows_pb2.BlockHeader.FromString(data),
-                previous=known,
-                oldest=first,
-                inserted=self.inserted,
-                sampled=sampled,
-            )
-            known, count = number, count + 1
-        self._last_block = known  # lower than it was where the newest blocks had been damaged and left out
-        self._metrics.rewritten_blocks.labels(self._name).inc(count)
-        get_logger().warning("record_written_again", table=self._name, blocks=count, last_block=self._last_block)
+        """Write every block that the record lacks. One that fails in the midst is gone on with from where it got to."""
+        intact = self._blocks.intact
+        first = max(intact[0].first_row, self.memory.first_row) if intact else self.inserted
+        self._pages.were_lost()
+        if state is None or state.inserted < first:
+            here = {rows_pb2.BlockHeader.FromString(held.header or b"").collector_index for held in intact}
+            self._log.begin(self._state(inserted=first, sampled=sampled, without=here))
+            recorded = first
+        else:
+            recorded = state.inserted
+            # What has left since then is there again.
+            oldest = self._blocks.first_row or 0
+            stale = takewhile(lambda logged: logged.first_row < oldest, self._log.read_blocks())
+            self._save(inserted=recorded, sampled=sampled, removed=[logged.first_row for logged in stale])
+        self._blocks.drop_damaged_after(recorded)
+        lost = [held for held in intact if held.end_row > max(recorded, self.memory.first_row)]
+        for held in lost:
+            recorded = self._write_block_again(held, recorded, sampled)
+        self._recorded = recorded
+        self._metrics.rewritten_blocks.inc(len(lost))
+        get_logger().warning("record_written_again", table=self._name, blocks=len(lost), inserted_rows=recorded)
 
-    def _state(self, *, last_block: int, sampled: int) -> LogState:
+    def _write_block_again(self, held: HeldBlock, recorded: int, sampled: int) -> int:
+        """Gives the key of the record's next row, which was `recorded`."""
+        # In plain form, whatever it came in; of a block whose first rows were consumed, the others.
+        begin = max(held.first_row, self.memory.first_row)
+        first_row, rows, _ = self.memory.read_block(begin, held.end_row - begin)
+        header = rows_pb2.BlockHeader.FromString(held.header or b"")
+        header.first_row, header.row_count, header.compact_stride = first_row, len(rows), 0
+        header.checksum = checksum_of(rows.data)
+        again = HeldBlock(first_row, len(rows), rows.nbytes, header.SerializeToString())
+        self._log.append(
+            LoggedBlock(first_row, len(rows), again.header or b"", rows.data.cast("B")),
+            header,
+            removed=[],
+            sampled=sampled,
+            consumed=self.consumed,
+            dropped=self.dropped,
+            after=recorded,
+        )
+        self._blocks.replace(held, again)
+        return again.end_row
+
+    def _save(
+        self, *, inserted: int, sampled: int, removed: Sequence[int], pages: Mapping[int, bytes] | None = None
+    ) -> None:
+        try:
+            self._log.save(
+                inserted=inserted,
+                sampled=sampled,
+                consumed=self.consumed,
+                dropped=self.dropped,
+                removed=removed,
+                pages=pages,
+                first_page=self.memory.first_page,
+            )
+        except ReplacedError as error:
+            raise _moved(error) from error
+
+    def _state(self, *, inserted: int, sampled: int, without: Set[int] = frozenset()) -> LogState:
         return LogState(
             row_spec=self._spec,
-            limiter_json=self._limiter_json,
-            last_block=last_block,
-            inserted=self.inserted,
+            limiter_json=self._settings_json,
+            inserted=inserted,
             sampled=sampled,
+            consumed=self.consumed,
+            dropped=self.dropped,
+            positions={
+                collector: position for collector, position in self.positions.items() if collector not in without
+            },
         )
 
-    def _note_gap(self, header: rows_pb2.BlockHeader) -> None:
-        position = self.positions.get(header.collector_index)
-        same = position is not None and position.incarnation == header.collector_incarnation
-        expected = position.sequence + 1 if position is not None and same else 1
-        if header.sequence > expected:
-            self._metrics.sequence_gaps.labels(self._name).inc()
-            get_logger().warning(
-                "sequence_gap",
-                table=self._name,
-                collector_index=header.collector_index,
-                expected_sequence=expected,
-                sequence=header.sequence,
-                meaning="blocks that were acknowledged are gone; Redis lost them in a crash",
-            )
-
-    def _count_rows(self, removed: int) -> None:
-        self._metrics.rows.labels(self._name).set(self.ring.row_count)
-        self._metrics.removed_rows.labels(self._name).inc(removed)
+    def _show(self) -> None:
+        self._metrics.rows.set(self.memory.row_count)
+        self._metrics.log_bytes.set(self.log_bytes)
 
 
 def _moved(error: ReplacedError) -> UnavailableError:

@@ -1,0 +1,76 @@
+"""Rows drawn from one table for Sample streams, as its limiter lets them pass."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+
+from paceline.errors import LimiterTimeoutError, UnavailableError
+from paceline.replay.metrics import TableMetrics
+from paceline.rows import ByteMatrix
+from paceline.tables.limiter import Ended, Limiter
+from paceline.tables.memory import Drawn, TableMemory
+
+
+class Draws:
+    """What samplers take from one table. What is granted counts as sampled; so what is not drawn is given back."""
+
+    def __init__(
+        self, table: str, memory: TableMemory, limiter: Limiter, changed: threading.Condition, metrics: TableMetrics
+    ) -> None:
+        """`changed` is notified when other rows may have become drawable."""
+        self._table, self._memory, self._limiter, self._changed = table, memory, limiter, changed
+        self._metrics = metrics
+
+    def grant(self, batch_size: int, batch_count: int, ended: Ended, *, wait: bool) -> int:
+        """How many batches may be drawn now. Raises as `Limiter.grant_samples`."""
+        with self._metrics.waiting_for_limiter("sample"):
+            return self._limiter.grant_samples(batch_size, batch_count, ended, wait=wait)
+
+    def give_back(self, row_count: int) -> None:
+        """So many rows that were granted will not be drawn."""
+        if row_count:
+            self._limiter.settle_samples(row_count, 0)
+
+    def draw(
+        self, random: np.random.Generator, out: ByteMatrix, ended: Ended, *, policy_version: int, details: bool
+    ) -> Drawn | None:
+        """Fill `out`, `[n, row_bytes]`, with as many rows that were granted; what is known of them, if asked for.
+
+        Waits while there are none to draw: every priority is 0, say, or rows have left since they were granted.
+
+        Raises:
+            LimiterTimeoutError: the limiter's deadline came first; the message says what it waited for.
+            PacelineError: what `ended` gave.
+        """
+        try:
+            drawn = self._memory.sample(random, out, policy_version=policy_version, details=details)
+        except UnavailableError:
+            with self._metrics.waiting_for_limiter("sample"):
+                drawn = self._draw_later(random, out, ended, policy_version, details)
+        self._limiter.settle_samples(len(out), len(out))
+        self._metrics.sampled_rows.inc(len(out))
+        self._metrics.sampled_bytes.inc(out.nbytes)
+        return drawn
+
+    def _draw_later(
+        self, random: np.random.Generator, out: ByteMatrix, ended: Ended, policy_version: int, details: bool
+    ) -> Drawn | None:
+        deadline_seconds = self._limiter.settings.deadline_seconds
+        until = time.monotonic() + deadline_seconds
+        with self._changed:
+            while True:
+                try:
+                    return self._memory.sample(random, out, policy_version=policy_version, details=details)
+                except UnavailableError as why:
+                    error, seconds = ended(), until - time.monotonic()
+                    if error is not None:
+                        raise error from why
+                    if seconds <= 0:
+                        raise LimiterTimeoutError(
+                            f"sample of table {self._table!r} was held back for {deadline_seconds:g} s: {why}; "
+                            "ask again"
+                        ) from why
+                self._changed.wait(seconds)

@@ -1,0 +1,124 @@
+"""Follow streams: each row of a table once, in the order of keys, as far as the follower wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from paceline.errors import InvalidInputError
+from paceline.replay.followers import Follower
+from paceline.replay.sampling import MESSAGE_BYTES
+from paceline.replay.streams import Requests, Stream
+from paceline.replay.table import Table
+from paceline.rpc.bulk import Bulk
+from paceline.telemetry import ActivityClock, get_logger
+from paceline.v1 import replay_pb2 as pb
+
+MAX_COUNT = 1 << 53
+"""Above this a count is no row's: Redis' scripts could not tell neighbours apart."""
+
+_COUNTS = ("from_row", "sampled_row_count", "consumed_row", "wanted_before")
+
+
+def check_progress(request: pb.FollowRequest) -> None:
+    """Raise InvalidInputError unless every count of the request is in range."""
+    for name in _COUNTS:
+        value = getattr(request, name)
+        if not 0 <= value < MAX_COUNT:
+            raise InvalidInputError(f"{name} {value}: expected 0 to {MAX_COUNT - 1}")
+
+
+def follow_messages(
+    table: Table,
+    first: pb.FollowRequest,
+    requests: Iterator[bytes],
+    parse: Callable[[bytes], pb.FollowRequest],
+    stream: Stream,
+    clock: ActivityClock,
+) -> Iterator[Bulk[pb.FollowResponse]]:
+    """The messages of a Follow stream: news at the start and when the table is complete, rows as they come.
+
+    Blocks that lie ready share a message of about 1 MiB; a follower that is slow to read them gets fuller ones. It ends
+    when the caller sends no more requests and nothing that it wants can come any more.
+
+    Args:
+        parse: gives a later request, checked against the first one.
+    """
+    follower = Follower(wanted_before=first.wanted_before if first.HasField("wanted_before") else None)
+
+    def take(request: pb.FollowRequest) -> None:
+        if request.HasField("wanted_before"):
+            follower.want(request.wanted_before)
+        if table.config.queue or request.HasField("sampled_row_count"):
+            table.followers.take_over(follower)
+            table.wake()  # the one that it takes over from ends
+        if request.HasField("sampled_row_count"):
+            table.limiter.raise_sampled(request.sampled_row_count)
+        if request.HasField("consumed_row"):
+            table.consume(request.consumed_row)
+
+    try:
+        take(first)
+        later = Requests(stream, requests, lambda data: take(parse(data)), on_change=table.wake)
+        yield from _rows_as_they_come(table, follower, _first_wanted(table, first), later, clock)
+    finally:
+        table.followers.leave(follower)
+
+
+def _rows_as_they_come(
+    table: Table, follower: Follower, cursor: int, later: Requests, clock: ActivityClock
+) -> Iterator[Bulk[pb.FollowResponse]]:
+    rows_in_message, memory = max(1, MESSAGE_BYTES // table.spec.row_bytes), table.memory
+    told_complete = table.complete
+    yield Bulk(_head(table, max(cursor, memory.first_row), 0, told_complete))
+    while True:
+        clock.switch("idle")
+        with table.changed:
+            while True:
+                later.require_going()
+                table.followers.require_current(follower)
+                complete, wanted = table.complete, follower.wanted_rows(cursor, rows_in_message)
+                if (wanted and cursor < memory.end_row) or complete != told_complete:
+                    break
+                if later.closed and (not wanted or (complete and cursor >= table.inserted)):
+                    return
+                table.changed.wait()
+        clock.switch("read")
+        first_row, rows, stored_at = table.read(cursor, wanted)
+        # Where rows have left, the first one that is there may lie beyond those that are wanted.
+        count = min(len(rows), follower.wanted_rows(first_row, rows_in_message))
+        # Told of such a gap, a follower can want more: the keys in it used up what it had wanted.
+        passed_over, cursor = first_row > cursor, first_row + count
+        if count == 0 and complete == told_complete and not passed_over:
+            continue
+        told_complete = complete
+        clock.switch("send")
+        table.metrics.followed_rows.inc(count)
+        table.metrics.followed_bytes.inc(count * table.spec.row_bytes)
+        yield Bulk(_head(table, first_row, count, complete), rows[:count], {"stored_at": stored_at[:count]})
+
+
+def _first_wanted(table: Table, first: pb.FollowRequest) -> int:
+    if not first.HasField("from_row"):
+        return table.tiers.consumed  # 0 where rows are not consumed: the first that is there
+    if first.from_row > table.inserted:
+        # Redis and replay died together, and Redis had not yet written its last second down.
+        get_logger().warning(
+            "follower_ahead",
+            table=table.name,
+            wanted_row=first.from_row,
+            inserted_rows=table.inserted,
+            meaning="rows that the follower has got are gone from the record; their keys are given anew",
+        )
+    return min(first.from_row, table.inserted)
+
+
+def _head(table: Table, first_row: int, row_count: int, complete: bool) -> pb.FollowResponse:
+    return pb.FollowResponse(
+        first_row=first_row,
+        row_count=row_count,
+        table_first_row=table.memory.first_row,
+        inserted_row_count=table.inserted,
+        sampled_row_count=table.limiter.sampled,
+        complete=complete,
+        row_spec_digest=table.spec.digest,
+    )

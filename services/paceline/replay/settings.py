@@ -1,0 +1,109 @@
+"""What the configuration means for one table of one shard."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict
+
+from paceline.config import Config, TableConfig
+from paceline.errors import RowSpecError
+from paceline.rows import RowSpec
+from paceline.tables.limiter import LimiterSettings
+from paceline.tables.memory import MemorySettings
+
+
+def limiter_settings(config: Config, name: str) -> LimiterSettings:
+    """The limiter of table `name` on each shard.
+
+    Every shard needs its part of the rows before the first sample. The band is whole on each: it must admit one batch
+    and one block, and a batch may come from one shard alone.
+
+    Raises:
+        ConfigError: the window could hold both sides back for ever; says the smallest valid one.
+    """
+    limiter = config.replay.tables[name].limiter
+    ratio: float | None
+    window: float | None
+    if name == config.learner.table:
+        ratio, window = config.samples_per_insert(), config.limiter_window_rows()
+    elif config.replay.tables[name].queue or limiter.samples_per_insert is None:
+        ratio = window = None
+    else:
+        ratio = limiter.samples_per_insert
+        smallest = config.learner.batch_size + math.ceil(config.collector.block_rows * ratio)
+        window = limiter.window_rows or 2 * smallest
+    settings = LimiterSettings(
+        min_rows=math.ceil(limiter.min_rows / config.replay.shards),
+        samples_per_insert=ratio,
+        window_rows=window,
+        deadline_seconds=limiter.deadline_seconds,
+    )
+    settings.require_room(batch_rows=config.learner.batch_size, block_rows=config.collector.block_rows)
+    return settings
+
+
+def row_limit(config: Config, name: str, shard: int) -> int | None:
+    """Rows that shard `shard` of table `name` ever takes: its part of the run's steps; None: any number.
+
+    Only the learner's table has a limit. The first shards get what does not divide.
+    """
+    if name != config.learner.table:
+        return None
+    each, rest = divmod(config.run.environment_steps, config.replay.shards)
+    return each + (shard < rest)
+
+
+def memory_settings(config: Config, name: str, spec: RowSpec) -> MemorySettings:
+    """How table `name` keeps and draws rows of `spec`.
+
+    Raises:
+        RowSpecError: not even one block fits, or the rows lack what the sampler weighs them by.
+    """
+    table, block_rows = config.replay.tables[name], 1
+    if name == config.learner.table:
+        block_rows = config.collector.block_rows
+    fit = table.rows_that_fit(spec.row_bytes)
+    if fit < block_rows:
+        raise RowSpecError(
+            f"table {name!r} may hold {table.capacity_bytes} bytes, {fit} rows of {spec.row_bytes} bytes: expected "
+            f"room for a block of {block_rows} rows, {block_rows * spec.row_bytes} bytes; raise "
+            f"replay.tables.{name}.capacity_bytes or lower collector.block_rows"
+        )
+    if table.sampler == "recent" and ("policy_version" not in spec or spec["policy_version"].dtype != "int64"):
+        raise RowSpecError(
+            f"table {name!r} is sampled by policy version, and its rows have columns {', '.join(spec.offsets)}: "
+            "expected an int64 column policy_version"
+        )
+    return MemorySettings(
+        capacity_rows=fit,
+        sampler=table.sampler,
+        exponent=table.prioritised.exponent,
+        max_lag_versions=table.recent.max_lag_versions,
+        half_life_versions=table.recent.half_life_versions,
+        remover=table.remover,
+        max_times_sampled=table.max_times_sampled,
+    )
+
+
+def require_memory(name: str, needed: int, held: int) -> None:
+    """Raise RowSpecError if a table of `needed` bytes does not fit this machine beside `held` bytes of others."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed + held > there:
+        raise RowSpecError(
+            f"table {name!r} needs {needed} bytes of memory beside {held} of the other tables: expected at most "
+            f"{there} in all, the memory of this machine; lower replay.tables.{name}.capacity_rows or capacity_bytes"
+        )
+
+
+def settings_json(table: TableConfig, limiter: LimiterSettings, memory: MemorySettings) -> str:
+    """Canonical JSON of what holds for a table, to compare with what its record was begun with."""
+    settings = {
+        **asdict(limiter),
+        **asdict(memory),
+        "queue": table.queue,
+        "overflow": table.overflow,
+        "kind": table.kind,
+    }
+    return json.dumps(settings, sort_keys=True)
