@@ -7,16 +7,16 @@ PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup protos format check test test-slow train bench clean
+.PHONY: help setup protos format check test test-slow soak train bench bench-replay clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/installed  ## install what is needed into .venv
 
 protos: .venv/installed  ## generate services/paceline/v1 from protos/
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=services --pyi_out=services --grpc_python_out=services $(PROTOS)
-	rm -f services/paceline/v1/rows_pb2_grpc.py
+	rm -f services/paceline/v1/rows_pb2_grpc.py services/paceline/v1/times_pb2_grpc.py
 
 format: .venv/installed  ## format the code and mend what the linter can
 	$(BIN)/ruff check --fix .
@@ -34,11 +34,17 @@ test: .venv/installed  ## the fast tests: functions, contracts, single services 
 test-slow: .venv/installed  ## the slow tests: long waits, and the whole system with services killed
 	$(BIN)/pytest -m slow $(ARGS)
 
+soak: .venv/installed  ## ten minutes of everything that replay does at once: its memory stays flat
+	PACELINE_SOAK_SECONDS=600 $(BIN)/pytest -m slow tests/integration/test_replay_soak.py
+
 train: .venv/installed  ## train SAC on Pendulum-v1 (ARGS="run.seed=1" changes settings)
 	$(BIN)/paceline train configs/pendulum-sac.yaml $(ARGS)
 
 bench: .venv/benchmarks  ## print throughput figures of this machine, quick versions
 	set -e; for script in tests/bench/*.py; do echo "== $$script"; $(BIN)/python $$script --quick; done
+
+bench-replay: .venv/benchmarks  ## replay against its goals, ten minutes on an idle machine (ARGS=--quick: one)
+	$(BIN)/python tests/bench/replay.py $(ARGS)
 
 clean:  ## remove .venv, caches and build output; runs/ stays
 	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis services/*.egg-info

@@ -93,6 +93,7 @@ def ours(dims: tuple[int, int], batch_size: int, columns: dict[str, np.ndarray])
     block = Block.empty(spec, BUFFER_ROWS)
     for name, values in columns.items():
         block.columns[name] = values
+    block.columns["step_count"] = 1
     torch.manual_seed(0)
     semantics = squashed_gaussian_semantics(
         observation_dim, hidden=(256, 256), action_low=[-1.0] * action_dim, action_high=[1.0] * action_dim
