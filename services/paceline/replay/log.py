@@ -274,14 +274,15 @@ class RedisLog:
 
     def read_index(self, first_row: int = 0) -> Iterator[IndexEntry]:
         """What `read_blocks` gives, without the payloads; in steps of bounded size."""
+        # An id is the key of the row after the block: this one is the first above `first_row`.
+        start = b"%d-1" % first_row
         while True:
-            # An id is the key of the row after the block: this one is the first above `first_row`.
-            entries = self._store.command("XRANGE", self._blocks, b"%d-1" % first_row, "+", "COUNT", INDEX_STEP)
+            entries = self._store.command("XRANGE", self._blocks, start, "+", "COUNT", INDEX_STEP)
             index = _parse_index(entries, first_row)
             yield from index
             if len(index) < INDEX_STEP:
                 return
-            first_row = index[-1].end_row
+            first_row, start = index[-1].end_row, b"(" + entries[-1][0]
 
     def _read_steps(self, first_row: int) -> Iterator[list[LoggedBlock]]:
         rows_in_step = 1  # one block, to learn how large rows are here

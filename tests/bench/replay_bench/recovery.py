@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from contextlib import ExitStack
 
@@ -36,6 +37,7 @@ class Recovery:
 
     def restore(self) -> Moved:
         """Bytes of the record, now in the ring, each block checked."""
+        gc.collect()  # the ring of the last round, whose pages this one takes over
         store = RedisStore(self._url, RUN, deadline_seconds=60)
         try:
             store.check()
