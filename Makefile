@@ -7,7 +7,7 @@ PROTOS := $(wildcard protos/paceline/v1/*.proto)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup protos format check test test-slow soak train bench bench-replay clean
+.PHONY: help setup protos dashboards format check test test-slow soak train bench bench-replay clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,6 +18,9 @@ protos: .venv/installed  ## generate services/paceline/v1 from protos/
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=services --pyi_out=services --grpc_python_out=services $(PROTOS)
 	rm -f services/paceline/v1/rows_pb2_grpc.py services/paceline/v1/times_pb2_grpc.py
 
+dashboards: .venv/installed  ## write the Grafana dashboards anew
+	$(BIN)/python deploy/grafana/dashboards.py
+
 format: .venv/installed  ## format the code and mend what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -26,7 +29,7 @@ check: .venv/installed  ## format, lint, types, import arrows, generated code up
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q tests/unit/test_imports.py tests/unit/test_protos.py
+	$(BIN)/pytest -q tests/unit/test_imports.py tests/unit/test_protos.py tests/contract/test_dashboards.py
 
 test: .venv/installed  ## the fast tests: functions, contracts, single services (ARGS="-k name" narrows it)
 	$(BIN)/pytest $(ARGS)

@@ -9,14 +9,21 @@ import numpy as np
 from paceline.collector.open_block import OpenBlock
 from paceline.envs import VectorStep
 from paceline.identity import PolicyIdentity
+from paceline.replica import LearnerClock
 from paceline.rows import Column, RowSpec
+from paceline.rpc.wire import timestamp
+from paceline.v1 import times_pb2
 
 OBSERVATION, ACTION = Column("observation", "float32", (1,)), Column("action", "float32", (1,))
 STAMPS = {"collector_index": 4, "collector_incarnation": 5}
 
 
-def open_block(spec: RowSpec, *, block_rows: int = 10_000, block_seconds: float = 1000) -> OpenBlock:
-    return OpenBlock(spec, block_rows=block_rows, block_seconds=block_seconds, stamps=STAMPS)
+def open_block(
+    spec: RowSpec, *, block_rows: int = 10_000, block_seconds: float = 1000, clock: LearnerClock | None = None
+) -> OpenBlock:
+    return OpenBlock(
+        spec, block_rows=block_rows, block_seconds=block_seconds, stamps=STAMPS, clock=clock or LearnerClock()
+    )
 
 
 def step_of(
@@ -61,3 +68,10 @@ def take_rows(filler: Any, sealed: Any = ()) -> Any:
 
 def policy(version: int) -> PolicyIdentity:
     return PolicyIdentity(1, version)
+
+
+def synchronised_clock(now: list[float], ahead: float) -> LearnerClock:
+    """A clock of a learner that is so far ahead; it stands where `now[0]` says."""
+    clock, there = LearnerClock(lambda: now[0]), timestamp(now[0] + ahead)
+    clock.note_poll(now[0], times_pb2.AnswerTimes(received_at=there, answered_at=there), now[0])
+    return clock

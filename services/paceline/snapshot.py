@@ -151,7 +151,7 @@ class StagedActor:
     """A live actor that takes snapshots whole or not at all.
 
     Parameters and buffers become views of one flat tensor per dtype, so that a snapshot is applied with one copy each.
-    `stage` may run on any one thread while another acts; `apply` belongs to the acting thread, between two steps.
+    `stage` and `lay` may run on any one thread while another acts; `apply` belongs to that one, between two steps.
     """
 
     def __init__(self, actor: Actor) -> None:
@@ -175,8 +175,15 @@ class StagedActor:
     def stage(self, header: SnapshotHeader, payload: bytes | bytearray | memoryview) -> None:
         """Check a snapshot and lay it ready. The live actor does not change, whatever happens here.
 
+        What was staged before is replaced only on success. Raises as `check` does.
+        """
+        self.lay(header, self.check(header, payload))
+
+    def check(self, header: SnapshotHeader, payload: bytes | bytearray | memoryview) -> dict[str, torch.Tensor]:
+        """The tensors of a snapshot, by name, once it has passed every check; nothing changes.
+
         Checks the semantics field by field, then the tensors' names, dtypes and shapes, then length and hash, then that
-        the payload holds those tensors and only finite values. What was staged before is replaced only on success.
+        the payload holds those tensors and only finite values.
 
         Raises:
             ActorSemanticsError, SnapshotError: as `require_fits` and `verify` do.
@@ -198,6 +205,10 @@ class StagedActor:
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise SnapshotError(f"snapshot {header.identity}: tensor {name!r} holds a NaN or an infinity")
+        return tensors
+
+    def lay(self, header: SnapshotHeader, tensors: dict[str, torch.Tensor]) -> None:
+        """Lay a snapshot ready whose tensors `check` gave."""
         with self._lock:
             for name, view in self._staged_views.items():
                 view.copy_(tensors[name])

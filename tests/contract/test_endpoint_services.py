@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from paceline.identity import PolicyIdentity
 from paceline.learner.endpoint import Endpoint
 from paceline.process import StopSignal
 from paceline.rpc.status import REASON_KEY
-from paceline.rpc.wire import row_spec_from_wire
+from paceline.rpc.wire import row_spec_from_wire, seconds_of
 from paceline.v1 import parameters_pb2, run_pb2
 
 Code = grpc.StatusCode
@@ -97,7 +98,25 @@ def test_a_caller_that_has_the_newest_or_a_newer_one_is_told_so(served: Served, 
 
 def test_not_modified_is_a_few_bytes(served: Served) -> None:
     [answer] = served.client.parameters.GetSnapshot(served.client.request(have=(1, served.version)), timeout=10)
-    assert answer.ByteSize() < 16
+    assert answer.ByteSize() < 64
+
+
+def test_the_first_message_of_each_answer_says_how_long_the_call_was_here_and_the_others_do_not(
+    served: Served,
+) -> None:
+    served.publish()
+    stub, request = served.client.parameters, served.client.request
+    for asked, held in (
+        (request(), 0.0),
+        (request(have=(1, served.version)), 0.0),
+        (request(have=(9, 1), wait=0.3), 0.3),
+    ):
+        before = time.time()
+        first, *others = stub.GetSnapshot(asked, timeout=10)
+        after = time.time()
+        received, answered = seconds_of(first.times.received_at), seconds_of(first.times.answered_at)
+        assert before <= received <= received + held * 0.99 <= answered <= after
+        assert not any(other.HasField("times") for other in others)
 
 
 @pytest.mark.parametrize("have", [None, (1, 1)])

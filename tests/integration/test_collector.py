@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import time
 import traceback
 
 import numpy as np
@@ -334,6 +335,16 @@ def test_two_collectors_and_a_restarted_one_begin_with_different_observations(co
 
     assert not first_observations(0) & first_observations(1)
     assert first_observations(0) == first_observations(0)
+
+
+def test_of_a_learner_that_tells_no_time_rows_keep_ones_own_and_leave_the_others_unknown(collecting):
+    began = time.time()
+    run = collecting().start()
+    run.replay.wait_for(lambda replay: replay.row_count >= 32)
+    rows = run.end()
+    assert ((began <= rows["collected_at"]) & (rows["collected_at"] <= time.time())).all()
+    assert (rows["policy_applied_at"] == 0).all()
+    assert (rows["sealed_at"] == 0).all()
 
 
 @pytest.mark.parametrize("n_step", [1, 3])

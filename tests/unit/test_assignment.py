@@ -6,6 +6,7 @@ from paceline.collector.assignment import Assignment
 from paceline.config import build
 from paceline.envs import EnvironmentDescription
 from paceline.errors import RowSpecError
+from paceline.replica import LearnerClock
 from paceline.rows import Column, transition_spec
 from paceline.rpc.wire import row_spec_to_wire
 from paceline.v1 import run_pb2
@@ -41,7 +42,7 @@ def test_collectors_are_spread_over_the_shards_by_their_index(index, address):
 
 def test_a_block_has_no_more_rows_than_half_a_message_holds():
     made = assignment_of(observation=2000, rpc={"max_message_bytes": 1 << 20}, learner={"chunk_bytes": 1 << 16})
-    block = made.make_filler().block
+    block = made.make_filler(LearnerClock()).block
     sealed = block.add_rows(block.make_rows(64).data)
     assert sealed[0].row_count == (1 << 19) // made.spec.row_bytes == 32
 

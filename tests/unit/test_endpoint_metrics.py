@@ -58,7 +58,8 @@ def test_before_the_first_snapshot_there_is_no_version_age_or_lag(page: Page) ->
     page.join_and_poll(4)
     for name in ("published_version", "snapshot_age_seconds", "episode_return_mean", "evaluation_return_mean"):
         assert page.value(name) is None
-    assert page.value("publish_lag_versions", collector="0") is None
+    for lag in ("publish_lag_versions", "publish_lag_updates", "publish_lag_seconds"):
+        assert page.value(lag, collector="0") is None
     assert page.value("poll_lag_versions_count") == 0
     assert page.value("applied_version", collector="0") == 4
 
@@ -79,6 +80,35 @@ def test_lag_is_the_published_version_minus_the_applied_one_in_versions_and_upda
     assert page.value("publish_lag_updates", collector="0") == 100
     page.now += 3
     assert page.value("snapshot_age_seconds") == 3
+
+
+def test_lag_in_seconds_counts_from_the_first_version_that_the_collector_does_not_act_with(page: Page) -> None:
+    for version in (1, 2, 3, 5):
+        page.metrics.published(PolicyIdentity(1, version), version * 50, page.now)
+        page.now += 10
+    for version, seconds in ((1, 30), (2, 20), (3, 10), (4, 10), (5, 0), (6, 0)):
+        page.join_and_poll(version, index=0)
+        assert page.value("publish_lag_seconds", collector="0") == seconds
+
+
+def test_what_was_published_longer_ago_than_is_remembered_has_no_lag_in_updates_and_seconds(page: Page) -> None:
+    for version in range(1, 4 * 2_000 + 2):
+        page.metrics.published(PolicyIdentity(1, version), version, page.now)
+    page.join_and_poll(1)
+    assert page.value("publish_lag_versions", collector="0") == 8_000
+    assert page.value("publish_lag_updates", collector="0") is None
+    assert page.value("publish_lag_seconds", collector="0") is None
+
+
+def test_collectors_that_pause_are_counted_by_their_last_poll(page: Page) -> None:
+    places = [page.run.join(COLLECTOR, None, f"process {number}") for number in range(3)]
+    for place in places:
+        page.run.polled(place.index, place.incarnation, PolicyIdentity(1, 1), paused=place.index != 1)
+    assert page.value("paused_collectors") == 2
+    page.run.polled(0, places[0].incarnation, None)
+    assert page.value("paused_collectors") == 1
+    page.now += SILENCE_SECONDS + 1
+    assert page.value("paused_collectors") == 0
 
 
 def test_a_lag_is_never_negative(page: Page) -> None:
@@ -109,7 +139,8 @@ def test_the_series_of_a_silent_collector_disappear(page: Page) -> None:
         page.run.polled(index, 1, PolicyIdentity(1, 3))
     assert page.collectors_of("publish_lag_versions") == ["0", "1", "2"]
     page.now += 2
-    assert page.collectors_of("publish_lag_versions") == ["0", "2"]
+    for lag in ("publish_lag_versions", "publish_lag_updates", "publish_lag_seconds"):
+        assert page.collectors_of(lag) == ["0", "2"]
     assert page.collectors_of("applied_version") == ["0", "2"]
     assert page.value("collectors") == 2
 

@@ -4,8 +4,18 @@ import numpy as np
 import pytest
 
 from paceline.collector.filler import StepFiller
+from paceline.replica import LearnerClock
 from paceline.rows import transition_spec
-from vector_steps import ACTION, OBSERVATION, log_prob_of, open_block, policy, step_of, take_rows
+from vector_steps import (
+    ACTION,
+    OBSERVATION,
+    log_prob_of,
+    open_block,
+    policy,
+    step_of,
+    synchronised_clock,
+    take_rows,
+)
 
 SPEC = transition_spec(OBSERVATION, ACTION)
 
@@ -88,3 +98,31 @@ def test_one_step_is_one_row_of_each_environment_that_took_it():
     assert rows["step_count"].tolist() == [1, 1]
     assert rows["policy_version"].tolist() == [3, 3]
     assert (rows["collected_at"] > 1e9).all()
+
+
+def test_rows_say_when_their_block_was_sealed_and_their_policy_applied():
+    now = [1_700_000_000.0]
+    filler = StepFiller(open_block(SPEC, block_rows=4, clock=synchronised_clock(now, ahead=1000)))
+    sealed = []
+    for number in range(6):
+        now[0] += 1
+        if number in (0, 3):
+            filler.set_policy(policy(number + 1), 10, applied_at=filler.block.clock.stamp())
+        step = step_of([number])
+        sealed += filler.add(step, log_prob_of(step))
+    now[0] += 10
+    rows = take_rows(filler, sealed)
+    since = rows["collected_at"] - 1_700_001_000
+    assert since == pytest.approx([1, 2, 3, 4, 5, 6], abs=1e-5)
+    assert rows["policy_applied_at"] - 1_700_001_000 == pytest.approx([1, 1, 1, 4, 4, 4], abs=1e-5)
+    assert rows["sealed_at"] - 1_700_001_000 == pytest.approx([4, 4, 4, 4, 16, 16], abs=1e-5)
+
+
+def test_while_the_learners_clock_is_unknown_rows_have_ones_own_time_and_no_other():
+    filler = StepFiller(open_block(SPEC, clock=LearnerClock(lambda: 1_700_000_000.0)))
+    filler.set_policy(policy(1), 10)
+    step = step_of([1])
+    filler.add(step, log_prob_of(step))
+    rows = take_rows(filler)
+    assert rows["collected_at"].tolist() == [1_700_000_000.0]
+    assert rows["policy_applied_at"].tolist() == rows["sealed_at"].tolist() == [0.0]

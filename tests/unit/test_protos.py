@@ -8,8 +8,8 @@ from grpc_tools import protoc
 ROOT = Path(__file__).parents[2]
 PROTOS = sorted((ROOT / "protos" / "paceline" / "v1").glob("*.proto"))
 GENERATED = ROOT / "services" / "paceline" / "v1"
-# rows.proto has no service: its stub file would be empty.
-WITHOUT_SERVICE = {"rows_pb2_grpc.py"}
+# These protos have no service: their stub files would be empty.
+WITHOUT_SERVICE = {"rows_pb2_grpc.py", "times_pb2_grpc.py"}
 
 MESSAGE, ENUM, SERVICE = 4, 5, 6  # field numbers within FileDescriptorProto, which paths of comments are made of
 FIELD, NESTED, NESTED_ENUM = 2, 3, 4

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from counting_environment import build
 from paceline.collector.unrolls import UnrollFiller
 from paceline.rows import unroll_spec
-from vector_steps import ACTION, OBSERVATION, log_prob_of, open_block, policy, step_of
+from vector_steps import ACTION, OBSERVATION, log_prob_of, open_block, policy, step_of, synchronised_clock
 
 PER_STEP = ("action", "reward", "behaviour_log_prob", "policy_version", "episode", "valid", "terminated", "truncated")
 
@@ -141,3 +141,20 @@ def test_an_episode_that_is_dropped_right_behind_an_unroll_leaves_nothing_and_sp
     rows = rows_of(filler, ())
     assert rows["observation"][:, :, 0].tolist() == [[100, 101, 102, 300], [200, 201, 202, 203], [300, 301, 302, 303]]
     assert rows["valid"].tolist() == [[True, True, False], [True, True, True], [True, True, True]]
+
+
+def test_an_unroll_says_of_each_step_when_its_policy_was_applied_and_once_when_it_was_sealed():
+    now = [1_700_000_000.0]
+    spec = unroll_spec(OBSERVATION, ACTION, 3)
+    filler = UnrollFiller(open_block(spec, block_rows=2, clock=synchronised_clock(now, ahead=-50)), environments=1)
+    sealed = []
+    for number in range(6):
+        now[0] += 1
+        if number in (0, 2):
+            filler.set_policy(policy(number + 1), 10, applied_at=filler.block.clock.stamp())
+        step = step_of([number])
+        sealed += filler.add(step, log_prob_of(step))
+    rows, began = rows_of(filler, sealed), 1_700_000_000 - 50
+    assert rows["collected_at"] - began == pytest.approx(np.array([[1, 2, 3], [4, 5, 6]]), abs=1e-5)
+    assert rows["policy_applied_at"] - began == pytest.approx(np.array([[1, 1, 3], [3, 3, 3]]), abs=1e-5)
+    assert rows["sealed_at"] - began == pytest.approx([6, 6], abs=1e-5)

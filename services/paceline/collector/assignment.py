@@ -12,6 +12,7 @@ from paceline.collector.unrolls import UnrollFiller
 from paceline.config import Config, TableConfig
 from paceline.envs import EnvironmentDescription, Environments, environment_seeds, make_vector_environment
 from paceline.errors import RowSpecError
+from paceline.replica import LearnerClock
 from paceline.rows import CompactForm, RowSpec, transition_spec, unroll_spec
 from paceline.rpc.wire import row_spec_from_wire
 from paceline.v1 import run_pb2
@@ -68,8 +69,8 @@ class Assignment:
         vector = make_vector_environment(self.config.env, count)
         return Environments(vector, self.description, seeds, first_episode=first_episode)
 
-    def make_filler(self) -> Filler:
-        """What makes the rows of steps."""
+    def make_filler(self, clock: LearnerClock) -> Filler:
+        """What makes the rows of steps, stamped with times of the learner's clock."""
         settings, algorithm = self.config.collector, self.config.learner.algorithm
         # Half a message leaves room for what stands beside the rows.
         rows_that_fit = max(1, self.config.rpc.max_message_bytes // 2 // self.spec.row_bytes)
@@ -78,6 +79,7 @@ class Assignment:
             block_rows=min(settings.block_rows, rows_that_fit),
             block_seconds=settings.block_seconds,
             stamps={"collector_index": self.place.index, "collector_incarnation": self.place.incarnation},
+            clock=clock,
         )
         if self.table.kind == "unrolls":
             return UnrollFiller(block, environments=settings.environments)

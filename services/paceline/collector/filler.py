@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,8 +23,11 @@ class Filler(Protocol):
     def block(self) -> OpenBlock:
         """Where the rows go."""
 
-    def set_policy(self, identity: PolicyIdentity, learner_step: int) -> None:
-        """The policy of the steps from now on, and the updates behind it."""
+    def set_policy(self, identity: PolicyIdentity, learner_step: int, applied_at: float = 0.0) -> None:
+        """The policy of the steps from now on, the updates behind it, and when it was applied.
+
+        That is by the learner's clock; 0: not known.
+        """
 
     def add(self, step: VectorStep, log_prob: npt.NDArray[np.float32]) -> list[Block]:
         """Take the valid transitions of a step, with their behaviour log-densities [N]; the blocks that they filled."""
@@ -44,9 +46,9 @@ class StepFiller:
         self.block = block
         block.stamp({"step_count": 1})
 
-    def set_policy(self, identity: PolicyIdentity, learner_step: int) -> None:
-        """The policy of the steps from now on, and the updates behind it."""
-        self.block.stamp(policy_stamps(identity, learner_step))
+    def set_policy(self, identity: PolicyIdentity, learner_step: int, applied_at: float = 0.0) -> None:
+        """The policy of the steps from now on, as `Filler`."""
+        self.block.stamp(policy_stamps(identity, learner_step, applied_at))
 
     def add(self, step: VectorStep, log_prob: npt.NDArray[np.float32]) -> list[Block]:
         """Take the valid transitions of a step; the blocks that they filled."""
@@ -56,7 +58,7 @@ class StepFiller:
         if not step.valid.all():
             columns = {name: values[step.valid] for name, values in columns.items()}
             count = int(np.count_nonzero(step.valid))
-        columns["collected_at"] = np.full(count, time.time())
+        columns["collected_at"] = np.full(count, self.block.clock.now())
         return self.block.add_columns(columns, count)
 
     def drop_episode(self, episode: int) -> int:
@@ -68,10 +70,11 @@ class StepFiller:
         return []
 
 
-def policy_stamps(identity: PolicyIdentity, learner_step: int) -> dict[str, float]:
+def policy_stamps(identity: PolicyIdentity, learner_step: int, applied_at: float) -> dict[str, float]:
     """What a row says of the policy that acted."""
     return {
         "policy_incarnation": identity.incarnation,
         "policy_version": identity.version,
         "policy_learner_step": learner_step,
+        "policy_applied_at": applied_at,
     }

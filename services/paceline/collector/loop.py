@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.collector.acting_lag import ActingLag
+from paceline.collector.admission import AdmissionControl
 from paceline.collector.filler import Filler
 from paceline.collector.metrics import CollectorMetrics
 from paceline.collector.reporter import EpisodeReporter
@@ -18,6 +19,8 @@ from paceline.collector.writer import BlockWriter
 from paceline.config import CollectorConfig
 from paceline.envs import EnvironmentDescription, Environments, VectorStep
 from paceline.errors import EnvironmentFaultError
+from paceline.lag.bound import LagBound
+from paceline.lag.trace import TraceWriter
 from paceline.process import StopSignal
 from paceline.replica import SnapshotPoller, act
 from paceline.rows import Block
@@ -26,6 +29,9 @@ from paceline.telemetry import ActivityClock, get_logger
 
 MAX_FAULTS_IN_A_ROW = 10
 """Environment faults with no finished episode between them, after which `on_environment_error: reset` gives up."""
+
+_STOP_CHECK_SECONDS = 0.2
+"""How late a pause may notice the stop signal, which wakes nobody."""
 
 BuildEnvironments = Callable[[int, int], Environments]
 """(rebuilds so far, number of the first episode) -> freshly seeded environments."""
@@ -52,8 +58,15 @@ class CollectingLoop:
         clock: ActivityClock,
         warmup_steps: int,
         seed: int,
+        bound: LagBound,
+        trace: TraceWriter | None = None,
     ) -> None:
-        """Build the environments; `poller` has applied a first snapshot. Raises EnvironmentFaultError."""
+        """Build the environments; `poller` has applied a first snapshot. Raises EnvironmentFaultError.
+
+        Args:
+            bound: no step is taken with a policy that is over it.
+            trace: where each application is written down; None: nowhere.
+        """
         self._config, self._description = config, description
         self._build, self._rebuilds, self._faults_in_a_row = build_environments, 0, 0
         self._actor, self._poller = staged.actor, poller
@@ -66,8 +79,9 @@ class CollectingLoop:
         self._low, self._range = low, high - low
         self._uniform_log_prob = -math.fsum(map(math.log, self._range.tolist()))
         self._action_shape = (config.environments, *description.action.shape)
-        self._acting_lags: Counter[int] = Counter()
-        self._uncounted_steps = 0
+        self._admission, self._trace = AdmissionControl(bound, metrics), trace
+        self._lag = ActingLag(metrics, filler.block.clock)
+        self._steps = self._uncounted_steps = 0
         self._rest: list[Block] = []
         self._environments = build_environments(0, 0)
         self._stamp()
@@ -81,6 +95,11 @@ class CollectingLoop:
         """
         while not (stop.is_set() or self.finished()):
             self._apply()
+            standing = self._poller.standing
+            if not self._admission.admits(standing):
+                self._pause(stop)
+                continue
+            self._lag.begin(standing)
             self._clock.switch("acting")
             action, log_prob = self._choose()
             self._clock.switch("environment")
@@ -107,15 +126,41 @@ class CollectingLoop:
         self._environments.close()
 
     def _apply(self) -> None:
-        if self._poller.is_current:
+        if not self._poller.is_ready(self._steps):
             return
         with self._clock.during("snapshot_apply"):
-            if self._poller.apply_if_ready():
+            if self._poller.apply_if_ready(self._steps):
                 self._stamp()
 
     def _stamp(self) -> None:
-        if self._poller.applied is not None:
-            self._filler.set_policy(self._poller.applied.identity, self._poller.applied.learner_step)
+        applied, known = self._poller.applied, self._poller.known
+        if applied is None or known is None:
+            return
+        self._filler.set_policy(applied.identity, applied.learner_step, self._poller.applied_at)
+        if self._trace is None:
+            return
+        try:
+            self._trace.write(
+                environment_steps=self._steps,
+                known_version=max(known.version, applied.identity.version),
+                applied_version=applied.identity.version,
+            )
+        except OSError as error:
+            self._log.error("lag_trace_ended", reason=str(error), environment_steps=self._steps)
+            self._trace = None
+
+    def _pause(self, stop: StopSignal) -> None:
+        """Take no step until a snapshot within the bound acts, the run ends, or the stop comes."""
+        poller = self._poller
+        poller.paused = True
+        with self._clock.during("lag_pause"), self._admission.pause(lambda: poller.standing) as tell_again:
+            while not (stop.is_set() or self.finished() or self._admission.admits(poller.standing)):
+                poller.wait_until_ready(_STOP_CHECK_SECONDS, self._steps)
+                self._apply()
+                # The learner may need these rows to get to its next snapshot.
+                self._submit_due(stop)
+                tell_again()
+        poller.paused = False
 
     def _choose(self) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
         """Actions [N, *action] and their behaviour log-densities [N]: random in the warm-up, then the policy's."""
@@ -132,9 +177,8 @@ class CollectingLoop:
         count = int(np.count_nonzero(step.valid))
         self._warmup_left -= count
         self._uncounted_steps += count
-        known, applied = self._poller.known, self._poller.applied
-        if known is not None and applied is not None:
-            self._acting_lags[known.version - applied.identity.version] += count
+        self._steps += count
+        self._lag.count(count)
         if step.finished:
             self._faults_in_a_row = 0
             self._reporter.add(step.finished)
@@ -142,25 +186,29 @@ class CollectingLoop:
             for episode in step.finished:
                 self._metrics.episode_return.observe(episode.episode_return)
         sealed = self._filler.add(step, log_prob)
-        if not sealed and (due := self._filler.block.take_due()) is not None:
-            sealed = [due]
         if sealed:
-            self._count()
-            self._rest += sealed
-            with self._clock.during("append_wait"):
-                # The run may end while replay holds this block back, for rows that nobody wants any more.
-                while self._rest and self._writer.submit(self._rest[0], lambda: stop.is_set() or self.finished()):
-                    del self._rest[0]
+            self._submit(sealed, stop)
+        else:
+            self._submit_due(stop)
+
+    def _submit_due(self, stop: StopSignal) -> None:
+        if (due := self._filler.block.take_due()) is not None:
+            self._submit([due], stop)
+
+    def _submit(self, sealed: list[Block], stop: StopSignal) -> None:
+        self._count()
+        self._rest += sealed
+        with self._clock.during("append_wait"):
+            # The run may end while replay holds this block back, for rows that nobody wants any more.
+            while self._rest and self._writer.submit(self._rest[0], lambda: stop.is_set() or self.finished()):
+                del self._rest[0]
 
     def _count(self) -> None:
         """Hand on what was counted since the last block; once per step would cost more than the step's filling."""
         self._metrics.environment_steps.inc(self._uncounted_steps)
         self._reporter.environment_steps += self._uncounted_steps
         self._uncounted_steps = 0
-        if self._acting_lags:
-            lags, counts = zip(*self._acting_lags.items(), strict=True)
-            self._metrics.acting_lag_versions.observe(np.repeat(lags, counts))
-            self._acting_lags.clear()
+        self._lag.hand_on()
 
     def _recover(self, error: EnvironmentFaultError) -> None:
         """Obey `on_environment_error`: raise, or drop the episode and go on with new environments."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import grpc
@@ -16,8 +18,11 @@ from paceline.collector.writer import BlockWriter
 from paceline.config import Config
 from paceline.envs import acting_seed, describe_environment
 from paceline.errors import DeadlineError
+from paceline.lag.bound import LagBound, require_reachable
+from paceline.lag.injection import make_injector
+from paceline.lag.trace import TraceWriter
 from paceline.process import StopSignal
-from paceline.replica import ReplicaOwner, SnapshotPoller, join
+from paceline.replica import InjectedStaging, LearnerClock, ReplicaOwner, SnapshotPoller, Staging, Standings, join
 from paceline.rpc.client import open_channel
 from paceline.snapshot import StagedActor
 from paceline.telemetry import ActivityClock, get_logger, serve_metrics
@@ -27,18 +32,20 @@ _LAST_REPORT_SECONDS = 2.0
 """At the end, how long finished episodes may wait to be reported."""
 
 
-def run(config: Config, *, index: int | None, stop: StopSignal) -> None:
+def run(config: Config, *, index: int | None, stop: StopSignal, clock: Callable[[], float] = time.time) -> None:
     """Collect rows for the run until it has all of them, or until the stop.
 
     Args:
         index: the index to hold in the run, whoever held it before; None: the lowest free one.
+        clock: this host's, in seconds since 1970.
 
     Raises:
         PacelineError: something that a person can mend; what was sealed before is appended.
     """
     registry = CollectorRegistry()
-    metrics = CollectorMetrics(registry)
-    clock = ActivityClock(metrics.activity_seconds, ACTIVITIES, "starting")
+    learner_clock = LearnerClock(clock)
+    metrics = CollectorMetrics(registry, learner_clock)
+    activities = ActivityClock(metrics.activity_seconds, ACTIVITIES, "starting")
     log = get_logger()
     with ExitStack() as cleanup:
         cleanup.callback(serve_metrics(registry, config.collector.metrics_listen, "collector").close)
@@ -54,6 +61,7 @@ def run(config: Config, *, index: int | None, stop: StopSignal) -> None:
             return
         assignment = Assignment.of(config, place, description)
         staged = StagedActor(build_actor(ActorSemantics.from_json(place.actor_semantics_json)))
+        standings = Standings()
         poller = SnapshotPoller(
             learner,
             staged,
@@ -62,16 +70,43 @@ def run(config: Config, *, index: int | None, stop: StopSignal) -> None:
             poll_seconds=config.collector.poll_seconds,
             metrics=metrics.replica,
             owner=ReplicaOwner(place.index, place.incarnation),
+            clock=learner_clock,
+            standings=standings,
+            staging=_make_staging(config, place, staged, standings),
         )
         poller.start()
         cleanup.callback(poller.close)
-        clock.switch("waiting")
+        activities.switch("waiting")
         # The first snapshot needs no rows: the learner serves one before there are any.
         if poller.wait_and_apply(stop):
             with ExitStack() as collecting:
-                loop = _open_loop(assignment, learner, staged, poller, metrics, clock, collecting)
+                loop = _open_loop(assignment, learner, staged, poller, metrics, activities, collecting)
                 loop.run(stop)
         log.info("collector_ended", stopped=stop.is_set(), finished=poller.finished)
+
+
+def _make_staging(
+    config: Config, place: run_pb2.JoinResponse, staged: StagedActor, standings: Standings
+) -> Staging | None:
+    """What holds the lag that `lag.inject` asks for; None: no lag is injected.
+
+    Raises:
+        ConfigError: the injection makes no sense, or is over the lag bound.
+        NotFoundError, InvalidInputError: the trace is missing or damaged.
+    """
+    settings, most = config.lag.inject, config.lag.max_lag_versions
+    injector = make_injector(
+        settings.mode,
+        versions=settings.versions,
+        weights=settings.weights,
+        trace=settings.trace,
+        collector=place.index,
+        seed=place.run_seed,
+    )
+    if injector is None:
+        return None
+    require_reachable(most, injector.most_versions)
+    return InjectedStaging(staged, injector, LagBound(most), standings)
 
 
 def _open_loop(
@@ -80,7 +115,7 @@ def _open_loop(
     staged: StagedActor,
     poller: SnapshotPoller,
     metrics: CollectorMetrics,
-    clock: ActivityClock,
+    activities: ActivityClock,
     cleanup: ExitStack,
 ) -> CollectingLoop:
     """The loop with its writer and reporter, which run; `cleanup` ends all three in order."""
@@ -109,19 +144,25 @@ def _open_loop(
         compact_form=assignment.compact_form,
         compact_stride=assignment.row_stride,
     )
+    trace = None
+    if config.lag.record:
+        trace = TraceWriter.open(config.run_folder / "lag-trace", place.index)
+        cleanup.callback(trace.close)
     loop = CollectingLoop(
         config.collector,
         description=assignment.description,
         build_environments=assignment.build_environments,
         staged=staged,
         poller=poller,
-        filler=assignment.make_filler(),
+        filler=assignment.make_filler(poller.clock),
         writer=writer,
         reporter=reporter,
         metrics=metrics,
-        clock=clock,
+        clock=activities,
         warmup_steps=place.warmup_step_count,
         seed=acting_seed(place.run_seed, place.index, place.incarnation),
+        bound=LagBound(config.lag.max_lag_versions),
+        trace=trace,
     )
     writer.start()
     reporter.start()

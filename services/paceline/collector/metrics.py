@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
+from collections.abc import Iterator
 
-from paceline.replica import ReplicaMetrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from paceline.replica import LearnerClock, ReplicaMetrics
 from paceline.telemetry import LAG_BUCKETS, SECONDS_BUCKETS, BulkHistogram
 
-ACTIVITIES = ("starting", "waiting", "snapshot_apply", "acting", "environment", "filling", "append_wait", "finishing")
-"""waiting: for the first snapshot; append_wait: for replay to acknowledge a block, which is the back-pressure."""
+_UPDATE_LAG_BUCKETS = tuple(bound * 10 for bound in LAG_BUCKETS)
+_LAG_SECONDS_BUCKETS = (0, *SECONDS_BUCKETS, 300, 1800, 7200)
+
+ACTIVITIES = (
+    "starting",
+    "waiting",
+    "snapshot_apply",
+    "acting",
+    "environment",
+    "filling",
+    "append_wait",
+    "lag_pause",
+    "finishing",
+)
+"""waiting: for the first snapshot; append_wait: for replay to acknowledge a block, which is the back-pressure;
+lag_pause: for a snapshot within lag.max_lag_versions."""
 
 
 class CollectorMetrics:
     """Metrics of one collector process, in a registry of its own."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, learner_clock: LearnerClock | None = None) -> None:
+        """`learner_clock`: what is known of it is served too."""
         self.replica = ReplicaMetrics(registry, "collector")
+        registry.register(_ClockGauges(learner_clock or LearnerClock()))
         self.environment_steps = Counter(
             "paceline_collector_environment_steps_total",
             "Environment steps taken; steps that only reset do not count. Bad: a rate of 0 while the run goes on.",
@@ -23,9 +43,33 @@ class CollectorMetrics:
         )
         self.acting_lag_versions = BulkHistogram(
             "paceline_collector_acting_lag_versions",
-            "Newest known version minus the version that acts, at each environment step. Bad: a p99 above a few.",
+            "Newest known version minus the one that acts, at each environment step. Bad: a p99 above a few.",
             LAG_BUCKETS,
             registry,
+        )
+        self.acting_lag_updates = BulkHistogram(
+            "paceline_collector_acting_lag_updates",
+            "Learner updates between the newest known version and the one that acts, at each environment step. "
+            "Bad: a p99 above a few times learner.publish_every_updates.",
+            _UPDATE_LAG_BUCKETS,
+            registry,
+        )
+        self.acting_lag_seconds = BulkHistogram(
+            "paceline_collector_acting_lag_seconds",
+            "Seconds since a version newer than the one that acts was known, at each environment step; 0 while none "
+            "is. Bad: a p99 above the time between two snapshots.",
+            _LAG_SECONDS_BUCKETS,
+            registry,
+        )
+        self.paused = Gauge(
+            "paceline_collector_paused",
+            "1 while the collector pauses, over lag.max_lag_versions. Bad: 1 for longer than a fetch takes.",
+            registry=registry,
+        )
+        self.pauses = Counter(
+            "paceline_collector_pauses_total",
+            "Times that the collector paused over lag.max_lag_versions. Bad: a rate near that of snapshots.",
+            registry=registry,
         )
         self.episodes = Counter(
             "paceline_collector_episodes_total",
@@ -99,4 +143,32 @@ class CollectorMetrics:
             "Seconds of the collecting loop by what it did. Bad: append_wait or snapshot_apply above a tenth.",
             ["activity"],
             registry=registry,
+        )
+
+
+class _ClockGauges(Collector):
+    """What is known of the learner's clock, worked out when it is read; absent while nothing is."""
+
+    def __init__(self, clock: LearnerClock) -> None:
+        self._clock = clock
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """For the registry."""
+        if (offset := self._clock.offset()) is not None:
+            families = list(self.describe())
+            for family, value in zip(families, (offset.seconds, offset.uncertainty_seconds), strict=True):
+                family.add_metric([], value)
+            yield from families
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """For the registry: every family, without samples."""
+        yield GaugeMetricFamily(
+            "paceline_collector_clock_offset_seconds",
+            "The learner's clock minus this host's, estimated from polls. Bad: seconds, rows are stamped by estimate.",
+            labels=(),
+        )
+        yield GaugeMetricFamily(
+            "paceline_collector_clock_uncertainty_seconds",
+            "How far the estimated offset may be off. Bad: above the time between two snapshots.",
+            labels=(),
         )

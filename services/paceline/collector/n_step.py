@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import numpy.typing as npt
 
@@ -43,9 +41,9 @@ class NStepFiller:
         self._stamps: dict[str, float] = {}
         self._next_observation = np.zeros((environments, *block.spec["next_observation"].shape))
 
-    def set_policy(self, identity: PolicyIdentity, learner_step: int) -> None:
-        """The policy of the windows that begin from now on, and the updates behind it."""
-        self._stamps = policy_stamps(identity, learner_step)
+    def set_policy(self, identity: PolicyIdentity, learner_step: int, applied_at: float = 0.0) -> None:
+        """The policy of the windows that begin from now on, as `Filler`."""
+        self._stamps = policy_stamps(identity, learner_step, applied_at)
 
     def add(self, step: VectorStep, log_prob: npt.NDArray[np.float32]) -> list[Block]:
         """Take the valid transitions of a step; the blocks that the windows filled that it closes."""
@@ -55,7 +53,7 @@ class NStepFiller:
         for name in _OF_FIRST_STEP:
             self._columns[name][begun] = getattr(step, name)[live]
         self._columns["behaviour_log_prob"][begun] = log_prob[live]
-        self._columns["collected_at"][begun] = time.time()
+        self._columns["collected_at"][begun] = self.block.clock.now()
         for name, value in self._stamps.items():
             self._columns[name][begun] = value
         self._reward[slot, live] = step.reward[live]

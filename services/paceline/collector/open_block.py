@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.replica import LearnerClock
 from paceline.rows import Block, ByteMatrix, RowSpec
 
 Columns = Mapping[str, npt.NDArray[Any]]
@@ -21,9 +22,20 @@ class OpenBlock:
     not once for each row.
     """
 
-    def __init__(self, spec: RowSpec, *, block_rows: int, block_seconds: float, stamps: Mapping[str, float]) -> None:
-        """Seal blocks of `block_rows` rows; one that is `block_seconds` old is due with fewer."""
-        self.spec = spec
+    def __init__(
+        self,
+        spec: RowSpec,
+        *,
+        block_rows: int,
+        block_seconds: float,
+        stamps: Mapping[str, float],
+        clock: LearnerClock,
+    ) -> None:
+        """Seal blocks of `block_rows` rows; one that is `block_seconds` old is due with fewer.
+
+        `clock` gives the times that rows are stamped with, here and in the fillers.
+        """
+        self.spec, self.clock = spec, clock
         self._block_rows, self._block_seconds = block_rows, block_seconds
         self._stamps = dict(stamps)
         self._end, self._due_at = 0, 0.0
@@ -100,6 +112,7 @@ class OpenBlock:
         return begin, self._end
 
     def _seal(self) -> Block:
+        self._columns["sealed_at"][: self._end] = self.clock.stamp()
         block = self._block if self._end == self._block_rows else self._block.first(self._end)
         self._open()
         return block

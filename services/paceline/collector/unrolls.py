@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -41,9 +40,9 @@ class UnrollFiller:
         self._last_episode = np.zeros(environments, np.int64)
         self._stamps: dict[str, float] = {}
 
-    def set_policy(self, identity: PolicyIdentity, learner_step: int) -> None:
-        """The policy of the steps from now on, and the updates behind it."""
-        self._stamps = policy_stamps(identity, learner_step)
+    def set_policy(self, identity: PolicyIdentity, learner_step: int, applied_at: float = 0.0) -> None:
+        """The policy of the steps from now on, as `Filler`."""
+        self._stamps = policy_stamps(identity, learner_step, applied_at)
 
     def add(self, step: VectorStep, log_prob: npt.NDArray[np.float32]) -> list[Block]:
         """Take the valid transitions of a step; the blocks that the unrolls filled that it completes."""
@@ -97,7 +96,7 @@ class UnrollFiller:
         at = self._steps[numbers]
         for name, values in columns.items():
             self._columns[name][numbers, at] = values
-        for name, value in {**self._stamps, "collected_at": time.time(), "valid": valid}.items():
+        for name, value in {**self._stamps, "collected_at": self.block.clock.now(), "valid": valid}.items():
             self._columns[name][numbers, at] = value
         self._steps[numbers] = at + 1
         is_full = at + 1 == self._length

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from paceline.identity import PolicyIdentity
-from paceline.learner.registry import RunRegistry
+from paceline.lag.publications import Publication, Publications
+from paceline.learner.registry import CollectorState, RunRegistry
 from paceline.telemetry import LAG_BUCKETS, SECONDS_BUCKETS
 
 POLL_RESULTS = ("snapshot", "not_modified", "refused", "unavailable", "cancelled")
@@ -31,8 +34,9 @@ class EndpointMetrics(Collector):
         """`clock` gives seconds since 1970."""
         self._run, self._clock = run, clock
         self._published: PolicyIdentity | None = None
-        self._published_at = 0.0
-        self._learner_steps: dict[int, int] = {}
+        self._publications = Publications(kept=_KEPT_VERSIONS)
+        # Publishing and looking are on two threads.
+        self._lock = Lock()
         self._returns: deque[float] = deque(maxlen=_KEPT_RETURNS)
         self._evaluation: tuple[PolicyIdentity, float] | None = None
         polls = Counter(
@@ -94,11 +98,9 @@ class EndpointMetrics(Collector):
 
     def published(self, identity: PolicyIdentity, learner_step: int, published_at: float) -> None:
         """Note the snapshot that is served from now on; `published_at` in seconds since 1970."""
-        self._learner_steps[identity.version] = learner_step
-        if len(self._learner_steps) > _KEPT_VERSIONS:
-            del self._learner_steps[min(self._learner_steps)]
-        self._published_at = published_at
-        self._published = identity
+        with self._lock:
+            self._publications.add(Publication(identity.version, published_at, learner_step))
+            self._published = identity
 
     def count_episodes(self, returns: Sequence[float]) -> None:
         """Count finished episodes and note their returns."""
@@ -120,21 +122,9 @@ class EndpointMetrics(Collector):
         alive = self._run.alive()
         families["collectors"].add_metric([], len(alive))
         families["environment_steps"].add_metric([], self._run.environment_steps())
-        published = self._published
-        if published is not None:
-            families["published_version"].add_metric([], published.version)
-            families["published_incarnation"].add_metric([], published.incarnation)
-            families["snapshot_age_seconds"].add_metric([], max(self._clock() - self._published_at, 0.0))
-        for collector in alive:
-            if collector.applied is None:
-                continue
-            label = [str(collector.index)]
-            families["applied_version"].add_metric(label, collector.applied.version)
-            if published is not None:
-                families["publish_lag_versions"].add_metric(label, _lag(published, collector.applied))
-                steps = self._learner_steps.get(published.version), self._learner_steps.get(collector.applied.version)
-                if steps[0] is not None and steps[1] is not None:
-                    families["publish_lag_updates"].add_metric(label, max(steps[0] - steps[1], 0))
+        families["paused_collectors"].add_metric([], sum(collector.paused for collector in alive))
+        with self._lock:
+            self._add_versions(families, alive)
         returns = list(self._returns)
         if returns:
             families["episode_return_mean"].add_metric([], sum(returns) / len(returns))
@@ -142,6 +132,27 @@ class EndpointMetrics(Collector):
             families["evaluation_version"].add_metric([], self._evaluation[0].version)
             families["evaluation_return_mean"].add_metric([], self._evaluation[1])
         yield from (family for family in families.values() if family.samples)
+
+    def _add_versions(self, families: dict[str, GaugeMetricFamily], alive: Sequence[CollectorState]) -> None:
+        published, newest, now = self._published, self._publications.newest, self._clock()
+        if published is not None and newest is not None:
+            families["published_version"].add_metric([], published.version)
+            families["published_incarnation"].add_metric([], published.incarnation)
+            families["snapshot_age_seconds"].add_metric([], max(now - newest.published_at, 0.0))
+        for collector in alive:
+            if collector.applied is None:
+                continue
+            label, applied = [str(collector.index)], np.asarray(collector.applied.version)
+            families["applied_version"].add_metric(label, collector.applied.version)
+            if published is None:
+                continue
+            families["publish_lag_versions"].add_metric(label, _lag(published, collector.applied))
+            for name, value in (
+                ("publish_lag_updates", self._publications.updates_between(applied, published.version)),
+                ("publish_lag_seconds", self._publications.seconds_behind(applied, now)),
+            ):
+                if np.isfinite(value):
+                    families[name].add_metric(label, float(value))
 
     def _families(self) -> dict[str, GaugeMetricFamily]:
         return {
@@ -170,6 +181,15 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
         "Learner updates between the published snapshot and the one a collector acts with; absent when that one is "
         "older than the endpoint remembers. Bad: growing.",
         ("collector",),
+    ),
+    "publish_lag_seconds": (
+        "Seconds since a version newer than the one that a collector acts with was published, 0 where none was; absent "
+        "when that is longer ago than the endpoint remembers. Bad: above the time between two snapshots.",
+        ("collector",),
+    ),
+    "paused_collectors": (
+        "Collectors that were over lag.max_lag_versions and took no steps, at their last poll. Bad: above 0 for long.",
+        (),
     ),
     "collectors": ("Collectors heard within learner.silence_seconds. Bad: fewer than were started.", ()),
     "environment_steps": ("Environment steps of the run, by snapshots and reports. Bad: standing still.", ()),

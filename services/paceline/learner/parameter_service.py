@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -14,8 +15,9 @@ from paceline.identity import PROTOCOL_VERSION, PolicyIdentity, is_newer, requir
 from paceline.learner.endpoint_metrics import EndpointMetrics
 from paceline.learner.publication import Publication, ServedSnapshot
 from paceline.learner.registry import RunRegistry
-from paceline.rpc.wire import identity_from_wire
+from paceline.rpc.wire import identity_from_wire, timestamp
 from paceline.v1 import parameters_pb2 as pb
+from paceline.v1 import times_pb2
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterService"].full_name
 MAX_WAIT_SECONDS = 60.0
@@ -33,7 +35,8 @@ def require_protocol(theirs: int) -> None:
 
 
 class ParameterService:
-    """Wire in, publication out. Answers are bytes that were serialised once, whoever asks for them."""
+    """Wire in, publication out. Answers are bytes that were serialised once, whoever asks for them; only their times,
+    which say when this one was made, are put behind the first message."""
 
     def __init__(
         self,
@@ -43,8 +46,15 @@ class ParameterService:
         metrics: EndpointMetrics,
         *,
         silence_seconds: float,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """`silence_seconds`: a collector whose poll is held is heard more often than that."""
+        """Serve what is published.
+
+        Args:
+            silence_seconds: a collector whose poll is held is heard more often than that.
+            clock: the learner's, in seconds since 1970.
+        """
+        self._clock = clock
         self._run_id, self._publication, self._registry, self._metrics = run_id, publication, registry, metrics
         self._sign_of_life_seconds = silence_seconds / 3
 
@@ -62,6 +72,7 @@ class ParameterService:
 
         A finished run is said at once, also to those who would wait.
         """
+        received_at = self._clock()
         # The caller may go away at any await, or while it is sent a chunk.
         result = "cancelled"
         try:
@@ -69,9 +80,9 @@ class ParameterService:
             if snapshot is None:
                 answer = self._publication.not_modified()
                 result = "not_modified"
-                yield answer
+                yield answer + self._times(received_at)
                 return
-            yield snapshot.header_message(self._publication.run_state)
+            yield snapshot.header_message(self._publication.run_state) + self._times(received_at)
             for chunk in snapshot.chunks:
                 yield chunk
                 self._metrics.sent_bytes.inc(len(chunk))
@@ -84,6 +95,11 @@ class ParameterService:
             raise
         finally:
             self._metrics.count_poll(result)
+
+    def _times(self, received_at: float) -> bytes:
+        """The times of an answer that is sent now. Messages of protobuf may be put together as bytes."""
+        times = times_pb2.AnswerTimes(received_at=timestamp(received_at), answered_at=timestamp(self._clock()))
+        return pb.GetSnapshotResponse(times=times).SerializeToString()
 
     async def _wait(self, request: pb.GetSnapshotRequest, context: grpc.aio.ServicerContext) -> ServedSnapshot | None:
         """The snapshot to send; None when there is nothing newer."""
@@ -123,7 +139,10 @@ class ParameterService:
         """Note that a collector lives, and what it acts with; whether it was noted, and that."""
         applied = identity_from_wire(replica.applied) if replica.HasField("applied") else None
         # A replaced collector still gets its answer: it learns of its fate from RunService, and no row depends on it.
-        return self._registry.polled(replica.collector_index, replica.collector_incarnation, applied), applied
+        noted = self._registry.polled(
+            replica.collector_index, replica.collector_incarnation, applied, paused=replica.paused
+        )
+        return noted, applied
 
 
 def _wait_seconds(request: pb.GetSnapshotRequest, context: grpc.aio.ServicerContext) -> float:

@@ -35,6 +35,8 @@ class CollectorState:
     incarnation: int
     applied: PolicyIdentity | None
     """The snapshot that it acts with, by its last poll."""
+    paused: bool = False
+    """Whether it steps no environment until it has applied a newer one, by its last poll."""
 
 
 @dataclass
@@ -46,6 +48,7 @@ class _Holder:
     presumed: bool = False
     """Known from an earlier learner process, and not heard by this one."""
     applied: PolicyIdentity | None = None
+    paused: bool = False
 
 
 @dataclass
@@ -125,12 +128,13 @@ class RunRegistry:
         with self._lock:
             return {role: dict(places) for role, places in self._incarnations.items()}
 
-    def polled(self, index: int, incarnation: int, applied: PolicyIdentity | None) -> bool:
+    def polled(self, index: int, incarnation: int, applied: PolicyIdentity | None, *, paused: bool = False) -> bool:
         """Note what a collector acts with; whether it was noted: not when it was replaced, or never joined."""
         with self._lock:
             if self._incarnations[COLLECTOR].get(index) != incarnation:
                 return False
             holder = self._hear(index, incarnation)
+            holder.paused = paused
             if applied is not None:
                 holder.applied = applied
             return True
@@ -204,7 +208,7 @@ class RunRegistry:
             for index in [index for index, holder in self._holders.items() if holder.heard_at < bound]:
                 del self._holders[index]
             return [
-                CollectorState(index, holder.incarnation, holder.applied)
+                CollectorState(index, holder.incarnation, holder.applied, holder.paused)
                 for index, holder in sorted(self._holders.items())
                 if not holder.presumed
             ]

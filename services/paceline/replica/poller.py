@@ -18,7 +18,10 @@ from paceline.errors import (
 )
 from paceline.identity import PROTOCOL_VERSION, PolicyIdentity, is_newer, require_same_run
 from paceline.process import StopSignal
+from paceline.replica.clock import LearnerClock
 from paceline.replica.metrics import ReplicaMetrics
+from paceline.replica.staging import NewestStaging, Staging
+from paceline.replica.standing import Standing, Standings
 from paceline.rpc.client import Backoff
 from paceline.rpc.status import raising
 from paceline.rpc.wire import identity_from_wire, identity_to_wire, snapshot_header_from_wire
@@ -60,16 +63,24 @@ class SnapshotPoller:
         metrics: ReplicaMetrics,
         owner: ReplicaOwner | None = None,
         every_versions: int = 1,
+        clock: LearnerClock | None = None,
+        standings: Standings | None = None,
+        staging: Staging | None = None,
     ) -> None:
-        """Poll for snapshots into `staged`.
+        """Poll for snapshots of `staged`.
 
         Args:
             poll_seconds: how long the learner may hold a poll until there is something newer.
             owner: None for a replica that is not a collector's.
             every_versions: ask for each n-th version only; the last one of a finished run comes in any case.
+            clock: what the polls tell of the learner's clock goes there.
+            standings: what is known and applied goes there.
+            staging: where snapshots lie until they are applied; None: the newest does, in `staged`.
         """
         self._stub = parameters_pb2_grpc.ParameterServiceStub(channel)
         self._staged, self._run_id, self._metrics, self._owner = staged, run_id, metrics, owner
+        self._standings = standings or Standings()
+        self._staging: Staging = staging or NewestStaging(staged)
         self._poll_seconds, self._every = poll_seconds, every_versions
         self._deadline_seconds = poll_seconds + rpc.deadline_seconds
         self._backoff, self._log = Backoff(rpc), get_logger()
@@ -81,20 +92,36 @@ class SnapshotPoller:
         self._finished = self._outage = False
         self._failures_since_finished = 0
         self._thread = threading.Thread(target=self._run, name="snapshot-poller", daemon=True)
-        self.known: PolicyIdentity | None = None
+        self.clock = clock or LearnerClock()
+        """The learner's, as the polls tell it."""
+        self.applied_at = 0.0
+        """When what acts was applied, by the learner's clock; 0: not known."""
+        self.paused = False
+        """Set by the acting thread, for the learner to know: it waits for a newer snapshot."""
+
+    @property
+    def known(self) -> PolicyIdentity | None:
         """The newest snapshot that the learner told of."""
-        self.applied: SnapshotHeader | None = None
+        return self._standings.known
+
+    @property
+    def applied(self) -> SnapshotHeader | None:
         """The snapshot that acts; changes in `apply_if_ready` only."""
+        return self._standings.applied
+
+    @property
+    def standing(self) -> Standing | None:
+        """How far what acts is behind what is known; None: nothing acts yet."""
+        return self._standings.now
 
     @property
     def finished(self) -> bool:
         """Whether the learner said that the run reached its end."""
         return self._finished
 
-    @property
-    def is_current(self) -> bool:
-        """Whether there is nothing for `apply_if_ready`: neither a snapshot nor a failure."""
-        return self._failure is None and not self._is_ready()
+    def is_ready(self, environment_steps: int = 0) -> bool:
+        """Whether there is something for `apply_if_ready`: a snapshot or a failure."""
+        return self._failure is not None or self._staging.is_ready(environment_steps)
 
     def start(self) -> None:
         """Begin to poll."""
@@ -109,21 +136,25 @@ class SnapshotPoller:
         if self._thread.is_alive():
             self._thread.join(self._deadline_seconds)
 
-    def apply_if_ready(self) -> bool:
+    def apply_if_ready(self, environment_steps: int = 0) -> bool:
         """Bring what is laid ready into the live actor; whether there was something. Never waits.
+
+        Args:
+            environment_steps: that the caller has taken; a lag that is injected may follow them.
 
         Raises:
             RunMismatchError, ProtocolMismatchError, ActorSemanticsError: no snapshot will ever fit.
         """
         if self._failure is not None:
             raise self._failure
-        if not self._is_ready():
+        if not self._staging.is_ready(environment_steps):
             return False
         began = time.perf_counter()
-        header = self._staged.apply()
+        header = self._staging.apply()
         if header is None:
-            return False  # the next one is being written; it comes with the next call
-        self.applied = header
+            return False
+        self.applied_at = self.clock.stamp()
+        self._standings.note_applied(header)
         self._metrics.apply_seconds.observe(time.perf_counter() - began)
         self._metrics.set_applied_version(header.identity.version)
         return True
@@ -140,15 +171,14 @@ class SnapshotPoller:
                 return True
             if ended:
                 return False
-            with self._changed:
-                if self.is_current:
-                    self._changed.wait(_STOP_CHECK_SECONDS)
+            self.wait_until_ready(_STOP_CHECK_SECONDS)
         return False
 
-    def _is_ready(self) -> bool:
-        # The staged header's own identity object: comparing which object it is costs the acting thread nothing.
-        held = self._held
-        return held is not None and (self.applied is None or self.applied.identity is not held)
+    def wait_until_ready(self, seconds: float, environment_steps: int = 0) -> None:
+        """Wait until something is ready, or for so long."""
+        with self._changed:
+            if not self.is_ready(environment_steps):
+                self._changed.wait(seconds)
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -198,8 +228,10 @@ class SnapshotPoller:
         if self._owner is not None:
             request.replica.collector_index = self._owner.collector_index
             request.replica.collector_incarnation = self._owner.collector_incarnation
+            request.replica.paused = self.paused
             if self.applied is not None:
                 request.replica.applied.CopyFrom(identity_to_wire(self.applied.identity))
+        sent = self.clock.own()
         with raising("the learner's parameter service"):
             call = self._stub.GetSnapshot(request, timeout=self._deadline_seconds)
             try:
@@ -207,17 +239,20 @@ class SnapshotPoller:
                     self._call = call
                     if self._closing.is_set():
                         call.cancel()
-                return self._read(call)
+                return self._read(call, sent)
             finally:
                 call.cancel()
 
-    def _read(self, call: grpc.Call) -> bool:
+    def _read(self, call: grpc.Call, sent: float) -> bool:
         first = next(iter(call), None)
+        received = self.clock.own()
         if first is None:
             raise SnapshotError("the learner ended its answer before it began: expected a header or not_modified")
+        if first.times.HasField("received_at") and first.times.HasField("answered_at"):
+            self.clock.note_poll(sent, first.times, received)
         if first.WhichOneof("part") == "not_modified":
             if first.not_modified.HasField("newest"):
-                self._note_known(identity_from_wire(first.not_modified.newest))
+                self._note_known(identity_from_wire(first.not_modified.newest), None)
             return self._note_state(first.not_modified.run_state)
         try:
             return self._take(first.header, call)
@@ -230,7 +265,7 @@ class SnapshotPoller:
         """Receive, verify and stage one snapshot; whether anything changed."""
         header = snapshot_header_from_wire(message)
         require_same_run(self._run_id, header.run_id)
-        self._note_known(header.identity)
+        self._note_known(header.identity, header.learner_step)
         # Before its bytes are received: what cannot fit is not worth a transfer.
         self._staged.require_fits(header)
         if is_newer(header.identity, self._held):
@@ -243,7 +278,7 @@ class SnapshotPoller:
                         f"snapshot {header.identity} goes on after the {header.payload_bytes} bytes of its header"
                     )
             received = time.perf_counter()
-            self._staged.stage(header, payload)
+            self._staging.lay(header, payload)
             self._metrics.fetch_seconds.observe(received - began)
             self._metrics.stage_seconds.observe(time.perf_counter() - received)
             with self._changed:
@@ -259,9 +294,8 @@ class SnapshotPoller:
             return 0
         return ((0 if self._held is None else self._held.version) // self._every + 1) * self._every
 
-    def _note_known(self, identity: PolicyIdentity) -> None:
-        if is_newer(identity, self.known):
-            self.known = identity
+    def _note_known(self, identity: PolicyIdentity, learner_step: int | None) -> None:
+        if self._standings.note_known(identity, learner_step, self.clock.own()):
             self._metrics.set_known_version(identity.version)
 
     def _note_state(self, run_state: parameters_pb2.RunState) -> bool:

@@ -158,7 +158,11 @@ def transition_spec(observation: Column, action: Column, *, reward_dtype: str = 
             Column("policy_version", "int64"),
             Column("policy_incarnation", "int32"),
             Column("collector_index", "int32"),
-            Column("collected_at", "float64"),  # seconds since 1970, by the collector's clock
+            # Seconds since 1970 by the learner's clock, as the collector estimates it: when the step was taken, when its
+            # policy was applied, when the block was sealed. 0: not known.
+            Column("collected_at", "float64"),
+            Column("policy_applied_at", "float64"),
+            Column("sealed_at", "float64"),
             # Learner updates behind the policy that acted, so that lag compares across publish intervals.
             Column("policy_learner_step", "int64"),
             # (collector_index, collector_incarnation, episode) names a trajectory, across restarts too.
@@ -192,10 +196,12 @@ def unroll_spec(observation: Column, action: Column, length: int, *, reward_dtyp
             Column("policy_version", "int64", steps),
             Column("policy_learner_step", "int64", steps),
             Column("collected_at", "float64", steps),
+            Column("policy_applied_at", "float64", steps),
             Column("episode", "int64", steps),
             Column("policy_incarnation", "int32", steps),
             Column("collector_index", "int32"),
             Column("collector_incarnation", "int32"),
+            Column("sealed_at", "float64"),
             Column("valid", "bool", steps),
             Column("terminated", "bool", steps),
             Column("truncated", "bool", steps),

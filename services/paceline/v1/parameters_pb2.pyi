@@ -3,6 +3,7 @@ import datetime
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from paceline.v1 import rows_pb2 as _rows_pb2
+from paceline.v1 import times_pb2 as _times_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -46,24 +47,28 @@ class GetSnapshotRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., have: _Optional[_Union[PolicyIdentity, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., replica: _Optional[_Union[ReplicaReport, _Mapping]] = ..., at_least_version: _Optional[int] = ...) -> None: ...
 
 class ReplicaReport(_message.Message):
-    __slots__ = ("collector_index", "collector_incarnation", "applied")
+    __slots__ = ("collector_index", "collector_incarnation", "applied", "paused")
     COLLECTOR_INDEX_FIELD_NUMBER: _ClassVar[int]
     COLLECTOR_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     collector_index: int
     collector_incarnation: int
     applied: PolicyIdentity
-    def __init__(self, collector_index: _Optional[int] = ..., collector_incarnation: _Optional[int] = ..., applied: _Optional[_Union[PolicyIdentity, _Mapping]] = ...) -> None: ...
+    paused: bool
+    def __init__(self, collector_index: _Optional[int] = ..., collector_incarnation: _Optional[int] = ..., applied: _Optional[_Union[PolicyIdentity, _Mapping]] = ..., paused: _Optional[bool] = ...) -> None: ...
 
 class GetSnapshotResponse(_message.Message):
-    __slots__ = ("not_modified", "header", "chunk")
+    __slots__ = ("not_modified", "header", "chunk", "times")
     NOT_MODIFIED_FIELD_NUMBER: _ClassVar[int]
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     not_modified: NotModified
     header: SnapshotHeader
     chunk: bytes
-    def __init__(self, not_modified: _Optional[_Union[NotModified, _Mapping]] = ..., header: _Optional[_Union[SnapshotHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+    times: _times_pb2.AnswerTimes
+    def __init__(self, not_modified: _Optional[_Union[NotModified, _Mapping]] = ..., header: _Optional[_Union[SnapshotHeader, _Mapping]] = ..., chunk: _Optional[bytes] = ..., times: _Optional[_Union[_times_pb2.AnswerTimes, _Mapping]] = ...) -> None: ...
 
 class NotModified(_message.Message):
     __slots__ = ("newest", "run_state")

@@ -2,6 +2,7 @@ import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
 from paceline.v1 import rows_pb2 as _rows_pb2
+from paceline.v1 import times_pb2 as _times_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -157,10 +158,12 @@ class DescribeTablesRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ...) -> None: ...
 
 class DescribeTablesResponse(_message.Message):
-    __slots__ = ("tables",)
+    __slots__ = ("tables", "times")
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     tables: _containers.RepeatedCompositeFieldContainer[TableDescription]
-    def __init__(self, tables: _Optional[_Iterable[_Union[TableDescription, _Mapping]]] = ...) -> None: ...
+    times: _times_pb2.AnswerTimes
+    def __init__(self, tables: _Optional[_Iterable[_Union[TableDescription, _Mapping]]] = ..., times: _Optional[_Union[_times_pb2.AnswerTimes, _Mapping]] = ...) -> None: ...
 
 class TableDescription(_message.Message):
     __slots__ = ("name", "row_spec", "capacity_row_count", "row_count", "block_count", "inserted_row_count", "sampled_row_count", "memory_bytes", "limiter", "collectors", "kind", "sampler", "remover", "max_times_sampled", "first_row", "consumed_row", "dropped_row_count", "log_bytes")
