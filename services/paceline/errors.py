@@ -63,6 +63,10 @@ class DeadlineError(PacelineError):
     """A wait ended at its deadline; the message says what it waited for."""
 
 
+class StarvedError(LimiterTimeoutError, DeadlineError):
+    """The lag bound leaves too few rows to draw a batch; the message names the smallest bound that would do."""
+
+
 class UnavailableError(PacelineError):
     """A peer or the store is away; worth a retry."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,10 +16,10 @@ from paceline.errors import PacelineError, RunMismatchError
 from paceline.rows import Block, Column, RowSpec
 from paceline.rpc.server import server_options
 from paceline.rpc.status import code_of, metadata_of
-from paceline.rpc.wire import row_spec_from_wire, row_spec_to_wire
+from paceline.rpc.wire import row_spec_from_wire, row_spec_to_wire, timestamp
 from paceline.tables.memory import MemorySettings, TableMemory
 from paceline.v1 import replay_pb2 as pb
-from paceline.v1 import replay_pb2_grpc
+from paceline.v1 import replay_pb2_grpc, times_pb2
 
 RUN, TABLE, SECONDS = "trial", "transitions", 20.0
 SPEC = RowSpec((Column("value", "float64"), Column("observation", "float32", (3,)), Column("policy_version", "int64")))
@@ -37,8 +38,16 @@ def rows_of(first: int, count: int) -> np.ndarray:
 class ScriptedReplay(replay_pb2_grpc.ReplayServiceServicer):
     """Row `key` has the value `key`, plus what `lose` adds. Follow messages have at most `message_rows` rows."""
 
-    def __init__(self, settings: MemorySettings, *, message_rows: int = 64, is_queue: bool = False) -> None:
+    def __init__(
+        self,
+        settings: MemorySettings,
+        *,
+        message_rows: int = 64,
+        is_queue: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.changed = threading.Condition()
+        self._clock = clock
         self.settings, self.message_rows, self.is_queue = settings, message_rows, is_queue
         self.memory = TableMemory(settings, SPEC.row_bytes)
         self.sampled = self.consumed = self.generation = 0
@@ -101,6 +110,7 @@ class ScriptedReplay(replay_pb2_grpc.ReplayServiceServicer):
         return pb.OpenTableResponse(row_bytes=SPEC.row_bytes, capacity_row_count=self.settings.capacity_rows)
 
     def DescribeTables(self, request: Any, context: grpc.ServicerContext) -> Any:
+        now = timestamp(self._clock())
         self._admit(request, context)
         with self.changed:
             table = pb.TableDescription(
@@ -112,7 +122,9 @@ class ScriptedReplay(replay_pb2_grpc.ReplayServiceServicer):
                 first_row=self.memory.first_row,
                 consumed_row=self.consumed if self.is_queue else None,
             )
-        return pb.DescribeTablesResponse(tables=[table])
+        return pb.DescribeTablesResponse(
+            tables=[table], times=times_pb2.AnswerTimes(received_at=now, answered_at=timestamp(self._clock()))
+        )
 
     def Follow(self, requests: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         first = next(requests)

@@ -86,7 +86,7 @@ def test_batches_are_those_that_numpy_draws_with_the_same_seed(sample):
 
 
 def test_details_belong_to_their_rows(sample):
-    source = sample(batch_size=31, details=True)
+    source = sample(batch_size=31, has_priorities=True, times=True)
     for _ in range(10):
         batch = source.next_batch(SECONDS)
         np.testing.assert_array_equal(batch.keys, values(batch))
@@ -96,7 +96,7 @@ def test_details_belong_to_their_rows(sample):
 
 def test_a_batch_that_was_cut_in_half_is_drawn_anew_and_never_mixed(replay, sample):
     replay.cut_after = 5  # 55 rows: amid the fourth batch
-    source = sample(batch_size=16, details=True)
+    source = sample(batch_size=16, has_priorities=True)
     first, second = oracle(streams=2)
     batches = [values(source.next_batch(SECONDS)) for _ in range(6)]
     np.testing.assert_array_equal(batches[:3], [first.integers(0, 500, 16) for _ in range(3)])
@@ -122,7 +122,7 @@ def test_the_newest_policy_version_goes_with_the_orders(replay, sample):
 
 def test_priorities_reach_replay_and_are_counted(replay, sample):
     registry = CollectorRegistry()
-    source = sample(details=True, registry=registry)
+    source = sample(has_priorities=True, registry=registry)
     batch = source.next_batch(SECONDS)
     keys = batch.keys.copy()
     priorities = np.arange(16, dtype=np.float32)

@@ -25,7 +25,7 @@ ARROWS = {
     "rpc": FOUNDATIONS - {"rpc"} | {"snapshot"},
     "snapshot": {"errors", "identity", "rows"},
     "actors": {"errors", "identity", "rows"},
-    "tables": {"errors", "rows"},
+    "tables": {"errors", "rows", "lag"},
     "lag": {"errors"},
     "envs": {"errors", "rows", "config", "telemetry"},
     "replica": ALL_BUT_ROLES - {"replica", "tables", "envs"},

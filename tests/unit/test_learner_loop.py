@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,17 +11,23 @@ import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from paceline import config as settings
-from paceline.errors import DeadlineError, NonFiniteError
+from paceline.errors import DeadlineError, NonFiniteError, StarvedError
+from paceline.lag.attribution import PARTS
+from paceline.lag.bound import LagBound
+from paceline.lag.publications import Publication, Publications
 from paceline.learner import loop as loop_module
 from paceline.learner.algorithms import TransitionBatch, Update
 from paceline.learner.loop import Budget, Loop, Progress
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.sources import Batch
+from paceline.learner.training_lag import TrainingLag
 from paceline.process import StopSignal
-from paceline.rows import Block, Column, transition_spec
+from paceline.rows import Block, Column, numpy_columns, transition_spec
 
+UNBOUNDED = LagBound(None)
 SPEC = transition_spec(Column("observation", "float32", (3,)), Column("action", "float32", (1,)))
 
 
@@ -87,7 +94,13 @@ class Run:
         start: Progress | None = None,
         algorithm: CountingAlgorithm | None = None,
         table: Mapping[str, Any] | None = None,
+        bound: LagBound = UNBOUNDED,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        self.clock = clock
+        self.publications = Publications()
+        if start is not None and start.policy_version:
+            self.publications.add(Publication(start.policy_version, clock(), start.learner_step))
         self.published: list[Progress] = []
         self.checkpoints: list[Progress] = []
         self.records: list[Mapping[str, Any]] = []
@@ -108,11 +121,19 @@ class Run:
             start=start or Progress(),
             incarnation=1,
             metrics=self.metrics,
-            publish=self.published.append,
+            lag=TrainingLag(SPEC, bound=bound, publications=self.publications, metrics=self.metrics, clock=clock),
+            publish=self._publish,
             checkpoint=self.checkpoints.append,
             record=self.records.append,
             check_endpoint=lambda: None,
         )
+
+    def value(self, thing: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"paceline_learner_{thing}", labels)
+
+    def _publish(self, progress: Progress) -> None:
+        self.published.append(progress)
+        self.publications.add(Publication(progress.policy_version, self.clock(), progress.learner_step))
 
 
 def test_a_run_ends_when_its_steps_are_stored_and_every_update_they_ask_for_is_done():
@@ -201,9 +222,9 @@ def test_a_stop_while_no_rows_come_ends_the_loop_with_a_checkpoint_at_the_last_u
 def test_training_lag_counts_every_row_by_the_version_behind():
     run = Run(ScriptedSource(inserted=0, version=1), steps=7, start=Progress(policy_version=1))
     run.loop.run(StopSignal())
-    # Version 1 while updates 1-5 ran, then 2 for 6 and 7: 5 batches of 4 rows at lag 0, 2 batches at lag 1. A batch that
-    # came when all was done was not trained on, and does not count.
-    assert run.metrics.training_lag_versions.counts() == {"0": 20, "1": 8}
+    # Version 1 while updates 1-5 ran, then 2 for 6 and 7: 5 batches of 4 rows at lag 0, 2 batches at lag 1. A batch
+    # that came when all was done was not trained on, and does not count.
+    assert run.metrics.rows.lag_versions.counts() == {"0": 20, "1": 8}
 
 
 def test_lag_is_absent_before_the_first_row():
@@ -263,3 +284,110 @@ def test_the_source_is_told_each_new_policy_version():
     source = ScriptedSource(inserted=0)
     Run(source, steps=12, start=Progress(policy_version=1)).loop.run(StopSignal())
     assert source.policy_versions == [2, 3, 4]
+
+
+class LaggingSource(ScriptedSource):
+    """Gives four rows of these versions over and over; the clock goes on by a second for each batch."""
+
+    def __init__(self, versions: list[int], **stamps: Any) -> None:
+        super().__init__(inserted=0)
+        self.versions, self.stamps, self.now = versions, stamps, 1000.0
+        self.starved: list[str] = []
+
+    def next_batch(self, seconds: float) -> Batch:
+        if self.starved:
+            raise StarvedError(self.starved.pop())
+        self.now += 1
+        batch = super().next_batch(seconds)
+        columns = numpy_columns(SPEC, batch.rows.numpy())
+        columns["policy_version"] = self.versions
+        for name, values in self.stamps.items():
+            columns[name] = values
+        return replace(batch, stored_at=np.array([1002.0, 1002.0, 0.0, 1002.0]), drawable_row_count=1)
+
+
+def test_the_parts_of_the_lag_are_exact_where_every_time_is_known():
+    # Version 1 is published at 1000, the batches come at 1001, 1002, ..., and a version after each fifth of them.
+    source = LaggingSource([1, 1, 1, 2], policy_applied_at=1001.0, sealed_at=[1001.5, 1006.0, 1001.5, 1001.5])
+    run = Run(source, steps=12, start=Progress(policy_version=1), clock=lambda: source.now)
+    run.loop.run(StopSignal())
+    assert [progress.policy_version for progress in run.published] == [2, 3, 4]
+    parts = {part: run.value("training_lag_part_versions_total", part=part) for part in PARTS}
+    # Updates 6-10 see version 2, published at 1005, and 11-12 version 3, published at 1010. Of the rows of version 1,
+    # the first lags by residence; the second was sealed after version 2 (rollout); of the third nobody knows when it
+    # was stored, so that what came after its sealing is no part's. The row of version 2 lags at updates 11 and 12 only.
+    assert parts == {"transfer": 0, "rollout": 5 + 2, "queue": 0, "residence": 5 + 2 * 2 + 2 + 2, "unattributed": 5 + 4}
+    assert run.value("training_lag_versions_sum") == sum(parts.values()) == 3 * 5 + 2 * (3 * 2 + 1)
+    assert run.value("trained_rows_total") == run.value("training_lag_versions_count") == 48
+
+
+def test_the_record_of_training_has_the_totals_of_its_moment():
+    source = LaggingSource([1, 1, 1, 1])
+    run = Run(source, steps=12, start=Progress(policy_version=1), clock=lambda: source.now)
+    run.loop._last_record = -1e9
+    run.loop.run(StopSignal())
+    first = run.records[0]
+    assert first["trained_rows"] == 4
+    assert (first["skipped_rows"], first["masked_rows"]) == (0, 0)
+    assert list(first["lag_part_versions"]) == list(first["lag_part_seconds"]) == list(PARTS)
+    assert sum(first["training_lag_counts"].values()) == first["trained_rows"]
+
+
+def test_rows_beyond_the_bound_are_left_out_and_counted():
+    source = LaggingSource([1, 4, 9, 10])
+    source.inserted = 1
+    source.details = {"keys": np.arange(4), "probabilities": np.array([0.1, 0.1, 0.1, 0.4], np.float32)}
+    algorithm = CountingAlgorithm()
+    algorithm.errors = torch.tensor([2.0, 3.0])
+    run = Run(
+        source,
+        steps=3,
+        start=Progress(policy_version=10),
+        bound=LagBound(5),
+        algorithm=algorithm,
+        table={"sampler": "prioritised", "prioritised": {"importance_exponent": 1.0}},
+    )
+    run.loop.run(StopSignal())
+    assert run.value("max_lag_versions") == 5
+    assert run.value("masked_rows_total") == 6
+    assert run.value("trained_rows_total") == 6
+    assert run.metrics.rows.lag_versions.counts() == {"0": 3, "1": 3}
+    # As in a batch of these two alone: (N P)^-1 over the largest, and no priority of the others is touched.
+    torch.testing.assert_close(algorithm.weights[0], torch.tensor([1.0, 0.25]))
+    assert source.priorities == [([2, 3], [2.0, 3.0])] * 3
+
+
+def test_after_a_restore_old_rows_count_as_if_they_were_of_the_version_restored():
+    source = LaggingSource([1, 20, 39, 41])
+    run = Run(source, steps=12, start=Progress(policy_version=41), bound=LagBound(2, base_version=40))
+    run.loop.run(StopSignal())
+    # At 41 and 42 all are within two versions of 40; when 43 was published, three updates before the end, none of
+    # them but the last.
+    assert run.value("masked_rows_total") == 3 * 2
+    assert run.value("trained_rows_total") == 4 * 12 - 6
+
+
+def test_a_run_that_the_bound_starves_says_so_with_the_bound_that_would_do(monkeypatch):
+    monkeypatch.setattr(loop_module, "STARVED_SECONDS", 0.0)
+    monkeypatch.setattr(loop_module, "PASS_OVER_SECONDS", 0.0)
+    source, stop = LaggingSource([1, 1, 2, 1]), StopSignal()
+    source.starved = ["no batch can be drawn: ... with lag.max_lag_versions=9 they would do"]
+    source.set_policy_version(10)
+    run = Run(source, steps=100, start=Progress(policy_version=10), bound=LagBound(5))
+    batches = iter(range(6))
+    run.loop._check_endpoint = lambda: stop.set() if next(batches, None) is None else None
+    with capture_logs() as logs:
+        run.loop.run(stop)
+    assert run.algorithm.update_count == 0
+    assert [log["event"] for log in logs] == ["starved_by_lag_bound"]  # once for all of it
+    assert "lag.max_lag_versions=9 they would do" in logs[0]["reason"]
+    assert run.value("masked_rows_total") > 0
+    assert run.value("starved_seconds_total") > 0
+
+
+def test_rows_that_the_bound_kept_from_being_drawn_are_counted_with_those_drawn():
+    source = LaggingSource([1, 1, 1, 1])
+    run = Run(source, steps=12, start=Progress(policy_version=1), bound=LagBound(5))
+    run.loop.run(StopSignal())
+    # With n rows in the table and one of them within the bound, each of a batch's four stands for n - 1 others.
+    assert run.value("skipped_rows_total") == sum(4 * (rows - 1) for rows in range(1, 12))

@@ -144,7 +144,9 @@ def test_a_lag_that_no_row_keeps_is_reported_with_the_newest_version_and_ends_wh
     memory = memory_of(sampler="recent", max_lag_versions=2)
     append(memory, 10, version=1)
     draw(memory, 5, policy_version=3)
-    with pytest.raises(UnavailableError, match=r"none of the 10 rows .* at most 2 versions .* behind 4,"):
+    with pytest.raises(
+        UnavailableError, match=r"at most 2 versions \(recent.* behind 4, .*max_lag_versions=3 they would"
+    ):
         draw(memory, 5, policy_version=4)
     with pytest.raises(UnavailableError):
         draw(memory, 5, policy_version=0)
@@ -336,3 +338,48 @@ def test_rows_sampled_by_version_must_have_one():
 def test_a_sampler_that_is_unknown_or_would_draw_one_row_for_ever_is_refused(sampler):
     with pytest.raises(ConfigError, match=f"sampler is '{sampler}' with max_times_sampled None"):
         memory_of(sampler=sampler)
+
+
+def test_a_uniform_table_under_a_bound_draws_uniformly_among_the_rows_within_it():
+    settings = MemorySettings(1000, max_times_sampled=None, half_life_versions=3.0).bounded(2)
+    memory = TableMemory(settings, 8)
+    for version in range(1, 9):
+        append(memory, 10, version=version)
+    assert memory.settings.half_life_versions is None  # a setting of the recent sampler alone
+    keys = draw(memory, 3000, policy_version=9).keys
+    assert_as_likely_as(np.bincount(keys, minlength=80), np.where(np.arange(80) < 60, 0, 1 / 20))
+    assert memory.within_bound(9) == 20
+    assert memory.within_bound(10) == 10
+
+
+@pytest.mark.parametrize(("own", "of_run", "smaller"), [(None, 5, 5), (3, 5, 3), (7, 5, 5), (3, None, 3)])
+def test_the_smaller_of_both_bounds_holds(own, of_run, smaller):
+    settings = MemorySettings(1000, sampler="recent", max_lag_versions=own, half_life_versions=2.0).bounded(of_run)
+    assert (settings.max_lag_versions, settings.half_life_versions) == (smaller, 2.0)
+
+
+@pytest.mark.parametrize("sampler", ["prioritised", "fifo"])
+def test_draws_by_priority_or_age_know_no_bound(sampler):
+    settings = MemorySettings(1000, sampler=sampler, max_times_sampled=1)
+    assert settings.bounded(3) == settings
+
+
+def test_rows_of_before_a_restore_count_as_if_they_were_of_its_version():
+    memory = TableMemory(MemorySettings(1000).bounded(2), 8, base_version=50)
+    append(memory, 10, version=3)
+    append(memory, 10, version=50)
+    assert set(draw(memory, 500, policy_version=52).keys.tolist()) == set(range(20))
+    append(memory, 10, version=51)
+    assert set(draw(memory, 500, policy_version=53).keys.tolist()) == set(range(20, 30))
+    assert memory.find_starvation(1, 53) is None
+    assert memory.find_starvation(1, 60).smallest_bound == 9
+
+
+def test_starvation_by_the_bound_is_told_from_a_lack_of_draws():
+    memory = memory_of(sampler="recent", max_lag_versions=2, max_times_sampled=2)
+    append(memory, 3, version=1)
+    assert memory.find_starvation(7, 1) is None  # there are six draws, whatever the bound
+    append(memory, 2, version=9)
+    found = memory.find_starvation(5, 9)
+    assert (found.draws_within, found.draws_needed, found.smallest_bound) == (4, 5, 8)
+    assert memory.find_starvation(4, 9) is None

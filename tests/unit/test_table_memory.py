@@ -246,14 +246,32 @@ def test_a_block_larger_than_the_table_is_refused():
         memory.require_fits(CAPACITY)
 
 
-def test_the_lowest_priorities_leave_first_and_the_oldest_of_equal_ones():
+@pytest.mark.parametrize("start", [0, 508], ids=["", "where the ring's places begin anew"])
+def test_the_lowest_priorities_leave_first_and_the_oldest_of_equal_ones(start):
     memory = memory_of(sampler="prioritised", remover="lowest_priority", capacity_rows=10)
+    memory.set_end(start)
     append(memory, 10)
-    memory.update_priorities(np.arange(10), np.array([5, 0, 3, 1, 1, 1, 7, 7, 2, 4], np.float32))
-    append(memory, 4)
-    assert memory.row_count == 10
-    assert (memory.read(0, 1)[0], memory.read(1, 1)[0], memory.read(3, 1)[0]) == (0, 2, 6)
-    assert memory.first_row == 0
+    memory.update_priorities(start + np.arange(10), np.array([5, 0, 3, 1, 1, 1, 7, 7, 2, 4], np.float32))
+    append(memory, 3)
+    left = [key - start for key in range(start, start + 13) if memory.read(key, 1)[0] != key]
+    assert left == [1, 3, 4]
+    assert (memory.row_count, memory.first_row) == (10, start)
+
+
+def test_rows_that_left_by_priority_change_their_pages():
+    memory = memory_of(sampler="prioritised", remover="lowest_priority", capacity_rows=3 * PAGE_ROWS)
+    append(memory, 3 * PAGE_ROWS)
+    memory.update_priorities(np.array([PAGE_ROWS]), np.zeros(1, np.float32))
+    memory.take_changed_pages()
+    append(memory, 1)
+    pages = memory.take_changed_pages()
+    assert pages.keys() == {0, 1, 3}
+    leaving = 1 + 3 * PAGE_ROWS // 64
+    assert np.frombuffer(pages[0], PAGE)[0]["priority"].tolist() == [-1] * (leaving - 1) + [1] * (
+        PAGE_ROWS - leaving + 1
+    )
+    assert np.frombuffer(pages[1], PAGE)[0]["priority"].tolist() == [-1] + [1] * (PAGE_ROWS - 1)
+    assert np.isnan(np.frombuffer(pages[3], PAGE)[0]["priority"][1:]).all()
 
 
 def test_a_row_of_high_priority_leaves_when_twice_the_capacity_came_after_it():
@@ -412,3 +430,13 @@ def test_no_row_that_is_torn_dead_or_missing_is_given_while_a_writer_races_sampl
     assert not given & holes
     if bound is not None:
         assert max(counts[0].get(key, 0) + counts[1].get(key, 0) for key in given) <= bound
+
+
+def test_a_row_restored_with_all_the_draws_that_it_may_have_now_is_there_no_more():
+    before, after = memory_of(sampler="fifo", max_times_sampled=3), memory_of(sampler="fifo", max_times_sampled=2)
+    append(before, 5)
+    before.sample(np.random.default_rng(0), np.empty((5, 8), np.uint8))  # three times the first row, twice the second
+    append(after, 5)
+    after.restore_page(0, before.take_changed_pages()[0])
+    assert (after.row_count, after.drawable()) == (3, 6)
+    assert after.read(0, 10)[0] == 2

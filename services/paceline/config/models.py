@@ -354,6 +354,33 @@ class EvaluatorConfig(Model):
     """Seed of the first episode; the others follow. Fixed, so that evaluations compare."""
 
 
+class InjectConfig(Model):
+    """A lag that is held or repeated, for studies. Every collector acts with an older snapshot than it has."""
+
+    mode: Literal["none", "fixed", "distribution", "trace"] = "none"
+    """`fixed`: always so many versions behind; `distribution`: drawn anew for each snapshot applied; `trace`: as a
+    run with `lag.record` did it."""
+    versions: NonNegativeInt = 0
+    """Versions behind the newest, with mode fixed."""
+    weights: dict[NonNegativeInt, NonNegativeFloat] = {}
+    """Versions behind, and how often in proportion, with mode distribution."""
+    trace: Path | None = None
+    """The folder `lag-trace` of a run, with mode trace."""
+
+
+class LagConfig(Model):
+    """How far rows and collectors may lag behind the learner, and what is measured of it."""
+
+    max_lag_versions: PositiveInt | None = None
+    """A collector further behind pauses until it has applied a newer snapshot; rows further behind are not drawn, and
+    those that are drawn all the same have no weight. None: no bound."""
+    attribution: bool = True
+    """Whether the lag of each trained row is split by where it arose."""
+    record: bool = False
+    """Whether each collector writes down which snapshot it applied when, in the run's `lag-trace`."""
+    inject: InjectConfig = InjectConfig()
+
+
 class Config(Model):
     """Everything that a run is made of."""
 
@@ -364,6 +391,7 @@ class Config(Model):
     learner: LearnerConfig = LearnerConfig()
     collector: CollectorConfig = CollectorConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()
+    lag: LagConfig = LagConfig()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

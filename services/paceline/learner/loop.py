@@ -8,18 +8,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from paceline.config import Config
-from paceline.errors import DeadlineError
+from paceline.errors import DeadlineError, StarvedError
 from paceline.identity import PolicyIdentity
+from paceline.lag.bound import Starvation
 from paceline.learner.algorithms import Algorithm, TransitionBatch
 from paceline.learner.importance import importance_weights, usable_priorities
 from paceline.learner.metrics import ACTIVITIES, LearnerMetrics
 from paceline.learner.sources import Batch, BatchSource
+from paceline.learner.training_lag import TrainingLag
 from paceline.process import StopSignal
-from paceline.rows import RowSpec, torch_columns
+from paceline.rows import RowSpec
 from paceline.telemetry import ActivityClock, get_logger
 
 WAIT_SLICE_SECONDS = 0.5
@@ -28,8 +29,8 @@ PASS_OVER_SECONDS = 0.005
 """Between batches that are passed over: collectors need the processor more."""
 REPORT_WAIT_SECONDS = 10.0
 """A wait for rows that lasts so long is said in the log, with its reason."""
-
-_STAMPS = ("policy_version", "policy_learner_step", "collected_at")
+STARVED_SECONDS = 5.0
+"""A wait that the bound on the lag makes is said after so long, with the bound that would do."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Loop:
         start: Progress,
         incarnation: int,
         metrics: LearnerMetrics,
+        lag: TrainingLag,
         publish: Callable[[Progress], None],
         checkpoint: Callable[[Progress], None],
         record: Callable[[Mapping[str, Any]], None],
@@ -128,11 +130,14 @@ class Loop:
             self._settings.updates_per_step if self._settings.updates == "strict" else None,
         )
         table = config.replay.tables[self._settings.table]
+        self._has_priorities = table.sampler == "prioritised"
         self._importance_exponent = table.prioritised.importance_exponent
         # As far as the limiter lets samples run ahead of inserts, and the batch that is on its way meanwhile.
         window = config.limiter_window_rows() or 0
         self._most_ahead = math.ceil(window / 2 / self._settings.batch_size) + 1
-        self._metrics = metrics
+        self._metrics, self._lag = metrics, lag
+        self._starved_since: float | None = None
+        self._starvation_said = False
         self._publish_snapshot, self._write_checkpoint, self._record = publish, checkpoint, record
         self._check_endpoint = check_endpoint
         self._incarnation = incarnation
@@ -150,6 +155,7 @@ class Loop:
             NonFiniteError: a loss, gradient or weight is not finite; nothing of it was published.
         """
         while not self._budget.is_spent(self.progress):
+            began = time.monotonic()
             batch = self._wait_for_batch(stop)
             if batch is None:
                 break
@@ -161,8 +167,17 @@ class Loop:
                 self._metrics.passed_over_batches.inc()
                 stop.wait(PASS_OVER_SECONDS)
                 continue
-            self._observe_lag(batch)
-            figures = self._update(batch)
+            counting = self._lag.take(
+                batch, policy_version=self.progress.policy_version, learner_step=self.progress.learner_step
+            )
+            if isinstance(counting, Starvation):
+                stop.wait(PASS_OVER_SECONDS)
+                self._lag.count()
+                self._metrics.starved_seconds.inc(time.monotonic() - began)
+                self._note_starvation(str(counting), began)
+                continue
+            self._starved_since, self._starvation_said = None, False
+            figures = self._update(counting)
             self._count_update()
             if self.progress.learner_step % self._settings.publish_every_updates == 0:
                 self.publish()
@@ -173,6 +188,7 @@ class Loop:
             self._clock.switch("waiting")
         finished = self._budget.is_spent(self.progress)
         self._clock.switch("finishing")
+        self._lag.count()
         if finished:
             self.publish()
         self.checkpoint()
@@ -203,17 +219,29 @@ class Loop:
         since, said = time.monotonic(), False
         while not stop.is_set():
             self._check_endpoint()
+            began = time.monotonic()
             try:
                 return self._source.next_batch(WAIT_SLICE_SECONDS)
             except DeadlineError as error:
-                if not said and time.monotonic() - since >= REPORT_WAIT_SECONDS:
+                self._lag.count()  # no update will have it done for a while
+                if isinstance(error, StarvedError):
+                    self._note_starvation(str(error), began)
+                elif not said and time.monotonic() - since >= REPORT_WAIT_SECONDS:
                     self._log.info("waiting_for_rows", reason=str(error))
                     said = True
         return None
 
+    def _note_starvation(self, reason: str, since: float) -> None:
+        """There was no row to train on, because of the bound on the lag, from `since` until now."""
+        self._starved_since = since if self._starved_since is None else self._starved_since
+        seconds = time.monotonic() - self._starved_since
+        if not self._starvation_said and seconds >= STARVED_SECONDS:
+            self._log.warning("starved_by_lag_bound", reason=reason, starved_seconds=round(seconds, 1))
+            self._starvation_said = True
+
     def _update(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Improve the actor by the batch, and have the priorities of its rows follow."""
-        if batch.keys is None or batch.probabilities is None:
+        if not self._has_priorities or batch.keys is None or batch.probabilities is None:
             return self._algorithm.update(TransitionBatch.from_rows(self._spec, batch.rows)).figures
         weight = importance_weights(batch.probabilities, batch.table_row_count, self._importance_exponent)
         update = self._algorithm.update(
@@ -231,18 +259,6 @@ class Loop:
             self.progress = replace(self.progress, environment_steps=steps)
         self._replay_rows = batch.table_row_count
 
-    def _observe_lag(self, batch: Batch) -> None:
-        """Count how far the rows that are trained on lag behind the learner."""
-        columns = {
-            name: column.cpu().numpy() for name, column in torch_columns(self._spec, batch.rows, _STAMPS).items()
-        }
-        self._metrics.training_lag_versions.observe(self.progress.policy_version - columns["policy_version"])
-        # A learner that resumed from an older checkpoint meets rows of policies with more updates than it has itself.
-        behind = self.progress.learner_step - columns["policy_learner_step"]
-        self._metrics.training_lag_updates.observe(np.maximum(behind, 0))
-        # Clocks of two hosts may disagree by more than a young row's age; a negative age would be nonsense.
-        self._metrics.row_age_seconds.observe(np.maximum(time.time() - columns["collected_at"], 0.0))
-
     def _count_update(self) -> None:
         self.progress = replace(self.progress, learner_step=self.progress.learner_step + 1)
         self._metrics.updates.inc()
@@ -255,6 +271,8 @@ class Loop:
             now = time.monotonic()
             seconds, self._last_record = now - self._last_record, now
             before, self._last_recorded = self._last_recorded, self.progress
+            self._lag.count()
+            lag = self._metrics.rows.lag_versions
             fields: dict[str, Any] = {
                 "learner_step": self.progress.learner_step,
                 "environment_steps": self.progress.environment_steps,
@@ -262,9 +280,10 @@ class Loop:
                 "updates_per_second": (self.progress.learner_step - before.learner_step) / seconds,
                 "steps_per_second": (self.progress.environment_steps - before.environment_steps) / seconds,
                 "replay_rows": self._replay_rows,
-                "training_lag_p50": self._metrics.training_lag_versions.quantile(0.5),
-                "training_lag_p99": self._metrics.training_lag_versions.quantile(0.99),
-                "training_lag_counts": self._metrics.training_lag_versions.counts(),
+                "training_lag_p50": lag.quantile(0.5),
+                "training_lag_p99": lag.quantile(0.99),
+                "training_lag_counts": lag.counts(),
+                **self._metrics.rows.totals(),
                 **{name: float(value) for name, value in figures.items()},
             }
             ratio = self._budget.ratio(self.progress)

@@ -15,15 +15,19 @@ from prometheus_client import CollectorRegistry
 from paceline.actors import ActorSemantics, build_actor, squashed_gaussian_semantics
 from paceline.config import Config
 from paceline.envs import describe_environment
-from paceline.errors import CheckpointError, ConfigError, DeadlineError, PacelineError
+from paceline.errors import CheckpointError, ConfigError, DeadlineError, NonFiniteError, PacelineError
 from paceline.identity import PolicyIdentity
+from paceline.lag.bound import LagBound, require_reachable, smallest_reachable_bound
+from paceline.lag.injection import make_injector
 from paceline.learner.algorithms import Algorithm, build_algorithm
 from paceline.learner.checkpoint import Checkpoints, Counters
 from paceline.learner.endpoint import Endpoint
 from paceline.learner.ledger import Ledger
 from paceline.learner.loop import Loop, Progress
 from paceline.learner.metrics import LearnerMetrics
+from paceline.learner.published import PublishedVersions
 from paceline.learner.sources import BatchSource, open_followed, open_samples, require_ring_fits
+from paceline.learner.training_lag import TrainingLag
 from paceline.process import StopSignal
 from paceline.rows import RowSpec, transition_spec
 from paceline.rpc.client import Backoff, call_until_answered, open_channel
@@ -32,18 +36,24 @@ from paceline.snapshot import make_header, pack_state
 from paceline.telemetry import get_logger, serve_metrics
 from paceline.v1 import replay_pb2, replay_pb2_grpc
 
+LAST_READ_SECONDS = 6.0
+"""A learner that ends by a number that is not finite waits so long for a last look at its metrics, a little longer
+than deploy/prometheus lets pass between two; not at all where nobody looks."""
+
 
 def run(config: Config, *, resume: bool, stop: StopSignal) -> None:
     """Train until the run ends or the process is asked to stop; either way a checkpoint is written.
 
     Raises:
-        ConfigError: there is no such device, or not the memory to follow the table.
+        ConfigError: there is no such device, not the memory to follow the table, or a bound on the lag that cannot be
+            met.
         ConflictError: the run is used and `resume` is not asked for, or another learner has it.
         CheckpointError: there is no checkpoint to resume from, or it is damaged or of another run.
         NonFiniteError: a loss, gradient or weight is not finite; nothing of it was published or saved.
     """
     torch.set_num_threads(config.learner.threads)
     device = _device(config)
+    _require_reachable_bound(config)
     environment = describe_environment(config.env, algorithm=config.learner.algorithm.name)
     spec = transition_spec(environment.observation, environment.action)
     semantics = squashed_gaussian_semantics(
@@ -57,8 +67,20 @@ def run(config: Config, *, resume: bool, stop: StopSignal) -> None:
     metrics = LearnerMetrics(registry)
     server = serve_metrics(registry, config.learner.metrics_listen, "learner")
     try:
-        with Ledger.open(config.run_folder, resume) as ledger:
-            _Training(config, ledger, spec, semantics, metrics, device=device, resume=resume).run(stop)
+        with Ledger.open(config.run_folder, resume) as ledger, contextlib.ExitStack() as cleanup:
+            published = None
+            if config.lag.attribution:
+                published = PublishedVersions(config.run_folder / "learner" / "publications.jsonl")
+                cleanup.callback(published.close)
+            training = _Training(
+                config, ledger, spec, semantics, metrics, published=published, device=device, resume=resume
+            )
+            training.run(stop)
+    except NonFiniteError:
+        # Everybody knows already: the endpoint told that this learner failed, and the run is free for the next.
+        metrics.non_finite.note()
+        metrics.non_finite.wait_until_read(LAST_READ_SECONDS)
+        raise
     finally:
         server.close()
 
@@ -74,6 +96,7 @@ class _Training:
         semantics: ActorSemantics,
         metrics: LearnerMetrics,
         *,
+        published: PublishedVersions | None,
         device: torch.device,
         resume: bool,
     ) -> None:
@@ -93,6 +116,8 @@ class _Training:
         # Versions go on above the last one that was served, which a checkpoint may be older than.
         self._start = Progress(policy_version=ledger.last_version)
         self._resumed = resume and self._restore(ledger.last_version)
+        self._bound = LagBound(config.lag.max_lag_versions, self._start.policy_version if self._resumed else 0)
+        self._published = published
         self._endpoint: Endpoint
 
     def run(self, stop: StopSignal) -> None:
@@ -138,7 +163,13 @@ class _Training:
                     self._log.info("stopped_before_training")
                     return
                 if source is None:
-                    source = open_followed(self._config, channels, self._spec, **self._source_options())
+                    source = open_followed(
+                        self._config,
+                        channels,
+                        self._spec,
+                        base_version=self._bound.base_version,
+                        **self._source_options(),
+                    )
                     cleanup.callback(source.close)
                 self._learn(source, inserted_rows, stop)
 
@@ -161,6 +192,12 @@ class _Training:
             start=start,
             incarnation=self._incarnation,
             metrics=self._metrics,
+            lag=TrainingLag(
+                self._spec,
+                bound=self._bound,
+                publications=None if self._published is None else self._published.publications,
+                metrics=self._metrics,
+            ),
             publish=self._publish,
             checkpoint=self._checkpoint,
             record=self._record,
@@ -239,7 +276,7 @@ class _Training:
     def _publish(self, progress: Progress) -> None:
         self._metrics.set_policy_version(progress.policy_version)
         actor = self._algorithm.actor
-        payload = pack_state(actor)
+        payload, now = pack_state(actor), time.time()
         self._endpoint.publish(
             make_header(
                 actor,
@@ -248,10 +285,12 @@ class _Training:
                 identity=PolicyIdentity(self._incarnation, progress.policy_version),
                 learner_step=progress.learner_step,
                 environment_step_count=progress.environment_steps,
-                published_at=time.time(),
+                published_at=now,
             ),
             payload,
         )
+        if self._published is not None:
+            self._published.note(progress.policy_version, now, progress.learner_step)
 
     def _checkpoint(self, progress: Progress) -> None:
         path = self._checkpoints.save(
@@ -272,6 +311,22 @@ def _device(config: Config) -> torch.device:
             "built for CUDA), or learner.device=cpu"
         )
     return torch.device(config.learner.device)
+
+
+def _require_reachable_bound(config: Config) -> None:
+    """Raise ConfigError where no run could keep to `lag.max_lag_versions`, or the lag to inject makes no sense."""
+    inject, table = config.lag.inject, config.replay.tables[config.learner.table]
+    injector = None
+    if inject.mode != "trace":  # which collectors read, each its own
+        injector = make_injector(inject.mode, versions=inject.versions, weights=inject.weights, collector=0, seed=0)
+    # From a ring of its own a learner draws a batch when it wants it.
+    is_ring = config.follows and not table.queue
+    smallest = smallest_reachable_bound(
+        prefetch_batches=0 if is_ring else config.learner.prefetch_batches,
+        publish_every_updates=config.learner.publish_every_updates,
+        most_injected_versions=0 if injector is None else injector.most_versions,
+    )
+    require_reachable(config.lag.max_lag_versions, smallest)
 
 
 def _build_algorithm(config: Config, semantics: ActorSemantics) -> Algorithm:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from paceline.telemetry import LAG_BUCKETS, SECONDS_BUCKETS, BulkHistogram
+from paceline.lag.clock import ClockOffset
+from paceline.learner.row_metrics import NonFiniteUpdates, TrainedRows
+from paceline.telemetry import SECONDS_BUCKETS
 
 ACTIVITIES = ("starting", "waiting", "updating", "publishing", "checkpointing", "recording", "finishing")
-
-UPDATE_LAG_BUCKETS = tuple(bound * 10 for bound in LAG_BUCKETS)
-AGE_BUCKETS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400)
 
 
 class LearnerMetrics:
@@ -23,29 +24,16 @@ class LearnerMetrics:
         )
         self.passed_over_batches = Counter(
             "paceline_learner_passed_over_batches_total",
-            "Batches not trained on: the run's steps did not ask for an update yet. Bad: growing while no shard of replay "
-            "is behind the others.",
+            "Batches not trained on: the run's steps did not ask for an update yet. Bad: growing while no shard of "
+            "replay is behind the others.",
             registry=registry,
         )
-        self.training_lag_versions = BulkHistogram(
-            "paceline_learner_training_lag_versions",
-            "Learner's version minus the row's version, for each row trained on. Bad: a p99 that grows without end.",
-            LAG_BUCKETS,
-            registry,
-        )
-        self.training_lag_updates = BulkHistogram(
-            "paceline_learner_training_lag_updates",
-            "Updates between the policy that acted and the one in training, for each row trained on. "
-            "Bad: growing without end.",
-            UPDATE_LAG_BUCKETS,
-            registry,
-        )
-        self.row_age_seconds = BulkHistogram(
-            "paceline_learner_row_age_seconds",
-            "Seconds since a row was collected, by the collector's clock, when it is trained on. "
-            "Bad: far above capacity divided by the insert rate.",
-            AGE_BUCKETS,
-            registry,
+        self.rows = TrainedRows(registry)
+        self.non_finite = NonFiniteUpdates(registry)
+        self.starved_seconds = Counter(
+            "paceline_learner_starved_seconds_total",
+            "Seconds without a batch that lag.max_lag_versions lets through. Bad: growing.",
+            registry=registry,
         )
         self.publish_seconds = Histogram(
             "paceline_learner_snapshot_publish_seconds",
@@ -91,6 +79,7 @@ class LearnerMetrics:
         )
         self._registry = registry
         self._gauges: dict[str, Gauge] = {}
+        self._making = threading.Lock()
 
     def set_environment_steps(self, value: int) -> None:
         """Environment steps of the whole run, known once replay answered."""
@@ -114,6 +103,25 @@ class LearnerMetrics:
         """Rows in the table, as of the last batch."""
         self._gauge("replay_rows", "Rows in the table that is learned from, as of the last batch.").set(value)
 
+    def set_max_lag_versions(self, value: int) -> None:
+        """The bound on the lag, of a run that has one."""
+        self._gauge(
+            "max_lag_versions", "The bound, lag.max_lag_versions. Bad: below the publish lag: collectors pause."
+        ).set(value)
+
+    def set_replay_clock(self, shard: str, offset: ClockOffset) -> None:
+        """How far the clock of a shard of replay is from the learner's."""
+        self._gauge(
+            "replay_clock_offset_seconds",
+            "Replay's clock minus the learner's, estimated. Bad: seconds; attribution corrects for it, logs do not.",
+            ("shard",),
+        ).labels(shard).set(offset.seconds)
+        self._gauge(
+            "replay_clock_uncertainty_seconds",
+            "How far the estimated offset may be off. Bad: above the time between two snapshots: parts blur.",
+            ("shard",),
+        ).labels(shard).set(offset.uncertainty_seconds)
+
     def set_followed(self, shard: str, *, behind: int, ring_rows: int) -> None:
         """How far a follower is behind its table, and what it holds of it."""
         self._gauge(
@@ -129,6 +137,7 @@ class LearnerMetrics:
 
     def _gauge(self, thing: str, documentation: str, labels: tuple[str, ...] = ()) -> Gauge:
         # Made at the first value: a gauge that is not known yet is absent, not 0.
-        if thing not in self._gauges:
-            self._gauges[thing] = Gauge(f"paceline_learner_{thing}", documentation, labels, registry=self._registry)
-        return self._gauges[thing]
+        with self._making:
+            if thing not in self._gauges:
+                self._gauges[thing] = Gauge(f"paceline_learner_{thing}", documentation, labels, registry=self._registry)
+            return self._gauges[thing]

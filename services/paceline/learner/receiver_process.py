@@ -26,6 +26,7 @@ from paceline.errors import BlockError, PacelineError
 from paceline.learner.batch_memory import BatchMemory
 from paceline.learner.control import Message, take_messages
 from paceline.learner.priority_updates import PriorityUpdates
+from paceline.learner.replay_clock import ReplayClock
 from paceline.learner.replay_stream import ReplayStream
 from paceline.process import tune_allocator
 from paceline.rpc.bulk import SAMPLE_RESPONSE, Bulk
@@ -89,6 +90,7 @@ class Receiver:
         self._batch_size, self._row_bytes = fields["batch_size"], fields["row_bytes"]
         self._row_spec_digest = bytes.fromhex(fields["row_spec_digest"])
         self._details: bool = fields["details"]
+        self._times: bool = fields["times"]
         self._seeds = np.random.SeedSequence(fields["seed"])
         self._memory = BatchMemory(
             memory_descriptor,
@@ -108,6 +110,12 @@ class Receiver:
         peer = f"replay at {fields['address']}"
         channel = open_channel(fields["address"], rpc)
         self._stream = ReplayStream(channel, declaration, rpc, peer=peer, on_cut=self._tell_cut)
+        self._clock = ReplayClock(
+            self._stream.stub,
+            run_id=declaration.run_id,
+            deadline_seconds=rpc.deadline_seconds,
+            on_estimate=lambda offset: self._send("clock", **vars(offset)),
+        )
         self._priorities = (
             PriorityUpdates(
                 channel,
@@ -117,13 +125,15 @@ class Receiver:
                 peer=peer,
                 on_done=lambda sent, dropped: self._send("priorities", sent=sent, dropped=dropped),
             )
-            if self._details
+            if fields["has_priorities"]
             else None
         )
 
     def run(self, received: bytearray) -> None:
         """Receive until replay refuses for good. `received`: what came by the socket after the start."""
         threading.Thread(target=self._listen, args=(received,), name="listen", daemon=True).start()
+        if self._times:
+            self._clock.start()
         try:
             self._stream.run(self._fetch)
         except PacelineError as error:
@@ -159,6 +169,7 @@ class Receiver:
         head, payload, count = response.head, response.payload, response.head.row_count
         self._check(response)
         rows = np.frombuffer(payload, np.uint8).reshape(count, self._row_bytes)
+        stored_at = self._clock.to_own(response.arrays["stored_at"]) if self._details else None
         position = 0
         while position < count:
             number = self._orders.first()
@@ -168,10 +179,10 @@ class Receiver:
             taken = slice(position, min(count, position + self._batch_size - filled))
             into = slice(filled, filled + taken.stop - taken.start)
             slot.rows[into] = rows[taken]
-            if self._details:
+            if stored_at is not None:
                 slot.keys[into] = response.arrays["keys"][taken].view(np.int64)
                 slot.probabilities[into] = response.arrays["probabilities"][taken]
-                slot.stored_at[into] = response.arrays["stored_at"][taken]
+                slot.stored_at[into] = stored_at[taken]
             position, filled = taken.stop, into.stop
             if filled == self._batch_size:
                 self._orders.take()

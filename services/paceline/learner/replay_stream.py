@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from paceline.config import RpcConfig
-from paceline.errors import DeadlineError, LimiterTimeoutError, PacelineError
+from paceline.errors import DeadlineError, LimiterTimeoutError, PacelineError, StarvedError
 from paceline.process import StopSignal
 from paceline.rpc.client import Backoff
 from paceline.rpc.status import RETRYABLE, raising
@@ -68,13 +68,17 @@ class ReplayStream:
             except RETRYABLE as error:
                 if self._closed.is_set():
                     return
-                if isinstance(error, DeadlineError) and self.reason == FLOWING:
+                is_held_back = isinstance(error, LimiterTimeoutError)
+                if isinstance(error, DeadlineError) and self.reason == FLOWING and not is_held_back:
                     continue  # the stream lived for `stream_seconds`; the next one goes on
-                if str(error) != self.reason:
+                # Of starvation, whose reason is another one with each version, the training process tells.
+                if str(error) != self.reason and not isinstance(error, StarvedError):
                     self._log.warning("replay_stream_cut", reason=str(error))
                 self.reason = str(error)
-                # Held back by its limiter, replay is well.
-                self.is_away = not isinstance(error, LimiterTimeoutError)
+                # Held back by its limiter or the lag bound, replay is well, and has done the waiting.
+                self.is_away = not is_held_back
+                if is_held_back:
+                    self._backoff.reset()
                 self._on_cut(error, self.is_away)
                 self._closed.wait(self._backoff.next_seconds())
             except (PacelineError, ValueError):

@@ -26,7 +26,7 @@ def describe(table: Table) -> pb.TableDescription:
         sampled_row_count=table.limiter.sampled,
         memory_bytes=memory.memory_bytes,
         kind=config.kind,
-        sampler=config.sampler,
+        sampler=memory.settings.sampler,
         remover=config.remover,
         max_times_sampled=config.max_times_sampled,
         first_row=memory.first_row,

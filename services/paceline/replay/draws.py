@@ -7,11 +7,14 @@ import time
 
 import numpy as np
 
-from paceline.errors import LimiterTimeoutError, UnavailableError
+from paceline.errors import LimiterTimeoutError, StarvedError, UnavailableError
 from paceline.replay.metrics import TableMetrics
 from paceline.rows import ByteMatrix
 from paceline.tables.limiter import Ended, Limiter
 from paceline.tables.memory import Drawn, TableMemory
+
+STARVED_SECONDS = 2.0
+"""A draw that the bound on the lag leaves no row to waits so long for newer rows; then the caller is told."""
 
 
 class Draws:
@@ -25,9 +28,18 @@ class Draws:
         self._metrics = metrics
 
     def grant(self, batch_size: int, batch_count: int, ended: Ended, *, wait: bool) -> int:
-        """How many batches may be drawn now. Raises as `Limiter.grant_samples`."""
-        with self._metrics.waiting_for_limiter("sample"):
-            return self._limiter.grant_samples(batch_size, batch_count, ended, wait=wait)
+        """How many batches may be drawn now.
+
+        Raises:
+            StarvedError: the bound on the lag leaves fewer draws than a batch needs (`max_times_sampled`).
+            PacelineError: as `Limiter.grant_samples`.
+        """
+        try:
+            with self._metrics.waiting_for_limiter("sample"):
+                return self._limiter.grant_samples(batch_size, batch_count, ended, wait=wait)
+        except LimiterTimeoutError as error:
+            starvation = self._memory.find_starvation(batch_size, 0)
+            raise error if starvation is None else StarvedError(f"table {self._table!r}: {starvation}") from error
 
     def give_back(self, row_count: int) -> None:
         """So many rows that were granted will not be drawn."""
@@ -43,6 +55,7 @@ class Draws:
 
         Raises:
             LimiterTimeoutError: the limiter's deadline came first; the message says what it waited for.
+            StarvedError: the bound on the lag leaves no row to draw, and no newer one came for some seconds.
             PacelineError: what `ended` gave.
         """
         try:
@@ -58,16 +71,20 @@ class Draws:
     def _draw_later(
         self, random: np.random.Generator, out: ByteMatrix, ended: Ended, policy_version: int, details: bool
     ) -> Drawn | None:
-        deadline_seconds = self._limiter.settings.deadline_seconds
-        until = time.monotonic() + deadline_seconds
+        deadline_seconds, began = self._limiter.settings.deadline_seconds, time.monotonic()
         with self._changed:
             while True:
                 try:
                     return self._memory.sample(random, out, policy_version=policy_version, details=details)
                 except UnavailableError as why:
-                    error, seconds = ended(), until - time.monotonic()
+                    error = ended()
                     if error is not None:
                         raise error from why
+                    starvation = self._memory.find_starvation(len(out), policy_version)
+                    longest = deadline_seconds if starvation is None else min(deadline_seconds, STARVED_SECONDS)
+                    seconds = began + longest - time.monotonic()
+                    if seconds <= 0 and starvation is not None:
+                        raise StarvedError(f"table {self._table!r}: {starvation}") from why
                     if seconds <= 0:
                         raise LimiterTimeoutError(
                             f"sample of table {self._table!r} was held back for {deadline_seconds:g} s: {why}; "

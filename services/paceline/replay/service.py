@@ -35,10 +35,11 @@ from paceline.replay.sampling import Credit, sample_messages
 from paceline.replay.streams import Streams
 from paceline.replay.tables import Tables
 from paceline.rpc.bulk import APPEND_REQUEST, FOLLOW_RESPONSE, SAMPLE_RESPONSE, UPDATE_PRIORITIES_REQUEST, Bulk
-from paceline.rpc.wire import row_spec_from_wire
+from paceline.rpc.wire import row_spec_from_wire, timestamp
 from paceline.tables.limiter import Ended
 from paceline.telemetry import ActivityClock
 from paceline.v1 import replay_pb2 as pb
+from paceline.v1 import times_pb2
 
 SERVICE = "paceline.v1.ReplayService"
 
@@ -142,8 +143,11 @@ class ReplayService:
 
     def describe_tables(self, data: bytes, context: grpc.ServicerContext) -> pb.DescribeTablesResponse:
         """Serve DescribeTables."""
+        received_at = timestamp()
         self._admit(_parse(pb.DescribeTablesRequest, data).run_id)
-        return pb.DescribeTablesResponse(tables=[describe(table) for table in self._tables.open_tables])
+        tables = [describe(table) for table in self._tables.open_tables]
+        times = times_pb2.AnswerTimes(received_at=received_at, answered_at=timestamp())
+        return pb.DescribeTablesResponse(tables=tables, times=times)
 
     def _admit(self, run_id: str) -> None:
         require_same_run(self._run_id, run_id)

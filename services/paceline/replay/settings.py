@@ -71,12 +71,7 @@ def memory_settings(config: Config, name: str, spec: RowSpec) -> MemorySettings:
             f"room for a block of {block_rows} rows, {block_rows * spec.row_bytes} bytes; raise "
             f"replay.tables.{name}.capacity_bytes or lower collector.block_rows"
         )
-    if table.sampler == "recent" and ("policy_version" not in spec or spec["policy_version"].dtype != "int64"):
-        raise RowSpecError(
-            f"table {name!r} is sampled by policy version, and its rows have columns {', '.join(spec.offsets)}: "
-            "expected an int64 column policy_version"
-        )
-    return MemorySettings(
+    settings = MemorySettings(
         capacity_rows=fit,
         sampler=table.sampler,
         exponent=table.prioritised.exponent,
@@ -85,6 +80,14 @@ def memory_settings(config: Config, name: str, spec: RowSpec) -> MemorySettings:
         remover=table.remover,
         max_times_sampled=table.max_times_sampled,
     )
+    if name == config.learner.table and not table.queue:
+        settings = settings.bounded(config.lag.max_lag_versions)
+    if settings.sampler == "recent" and ("policy_version" not in spec or spec["policy_version"].dtype != "int64"):
+        raise RowSpecError(
+            f"table {name!r} is sampled by policy version, and its rows have columns {', '.join(spec.offsets)}: "
+            "expected an int64 column policy_version"
+        )
+    return settings
 
 
 def require_memory(name: str, needed: int, held: int) -> None:
@@ -106,4 +109,5 @@ def settings_json(table: TableConfig, limiter: LimiterSettings, memory: MemorySe
         "overflow": table.overflow,
         "kind": table.kind,
     }
+    del settings["bound_setting"]
     return json.dumps(settings, sort_keys=True)

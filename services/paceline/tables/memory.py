@@ -6,13 +6,14 @@ update priorities meanwhile. Draws take a lock for microseconds, copies of rows 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import BlockError, ConfigError, ConflictError, InvalidInputError
+from paceline.lag.bound import LagBound, Starvation
 from paceline.rows import ByteMatrix
 from paceline.tables.pages import PAGE_ROWS, Pages
 from paceline.tables.prioritised import PrioritisedSampler
@@ -35,6 +36,27 @@ class MemorySettings:
     half_life_versions: float | None = None
     remover: str = "fifo"
     max_times_sampled: int | None = None
+    bound_setting: str = "recent.max_lag_versions"
+    """Where `max_lag_versions` comes from, for messages."""
+
+    def bounded(self, max_lag_versions: int | None) -> MemorySettings:
+        """The same, with no row drawn that is further behind: what is drawn uniformly is drawn so among the others.
+
+        The smaller of both bounds holds. Draws by priority or age stay as they are: what they give is masked.
+        """
+        if max_lag_versions is None or self.sampler not in ("uniform", "recent"):
+            return self
+        if self.sampler == "recent" and self.max_lag_versions is not None and self.max_lag_versions <= max_lag_versions:
+            return self
+        # Without a half-life, which is no setting of a uniform table.
+        half_life = self.half_life_versions if self.sampler == "recent" else None
+        return replace(
+            self,
+            sampler="recent",
+            max_lag_versions=max_lag_versions,
+            half_life_versions=half_life,
+            bound_setting="lag.max_lag_versions",
+        )
 
     @property
     def keeps_state(self) -> bool:
@@ -76,8 +98,15 @@ class Drawn:
 class TableMemory:
     """The rows of one table."""
 
-    def __init__(self, settings: MemorySettings, row_bytes: int, *, rows: RowStore | None = None) -> None:
-        """`rows`: `settings.physical_rows` places of `row_bytes` bytes each; None: in the process's own memory."""
+    def __init__(
+        self, settings: MemorySettings, row_bytes: int, *, rows: RowStore | None = None, base_version: int = 0
+    ) -> None:
+        """Begin with no row.
+
+        Args:
+            rows: `settings.physical_rows` places of `row_bytes` bytes each; None: in the process's own memory.
+            base_version: rows of an earlier policy version count for the bound on the lag as if they were of this one.
+        """
         self.settings = settings
         physical_rows = settings.physical_rows
         self._ring = Ring(
@@ -86,7 +115,7 @@ class TableMemory:
             settings.held_rows,
             on_leave=lambda first_row, end_row: self._sampler.remove(first_row, end_row),
         )
-        self._sampler = _make_sampler(settings, self._ring)
+        self._sampler = _make_sampler(settings, self._ring, base_version)
         self._pages: Pages | None = None
         if settings.keeps_state and isinstance(self._sampler, WeightedSampler):
             self._pages = Pages(self._ring, self._sampler)
@@ -174,7 +203,13 @@ class TableMemory:
         self._ring.drop_before(row)
 
     def sample(
-        self, random: np.random.Generator, out: Any, *, policy_version: int = 0, details: bool = False
+        self,
+        random: np.random.Generator,
+        out: Any,
+        *,
+        policy_version: int = 0,
+        details: bool = False,
+        stored_at: Seconds | None = None,
     ) -> Drawn | None:
         """Fill `out`, `[n, row_bytes]`, with rows that the table's sampler draws.
 
@@ -183,6 +218,8 @@ class TableMemory:
             out: a matrix of bytes, or what the `rows` of this memory gather to.
             policy_version: the newest that the caller knows of.
             details: whether to say what is known of each row.
+            stored_at: `[n]`, filled with the seconds of each row where it is given and `details` is false: a part of
+                the details that costs next to nothing.
 
         Raises:
             UnavailableError: not so many rows can be drawn now, and why; none was drawn.
@@ -197,7 +234,7 @@ class TableMemory:
             return keys
 
         if not details:
-            self._ring.sample(draw, out)
+            self._ring.sample(draw, out, stored_at)
             return None
         probabilities, times = np.empty(n, np.float32), np.empty(n, np.uint32)
 
@@ -208,13 +245,29 @@ class TableMemory:
                 self._note(chosen.keys)
             return chosen.keys
 
-        stored_at = np.empty(n, np.float64)
-        keys = self._ring.sample(describe, out, stored_at)
-        return Drawn(keys, probabilities, times, stored_at)
+        seconds = np.empty(n, np.float64)
+        keys = self._ring.sample(describe, out, seconds)
+        return Drawn(keys, probabilities, times, seconds)
 
     def drawable(self) -> int | None:
         """Draws left, of all rows together, where `max_times_sampled` bounds them; None: any number."""
         return self._sampler.drawable
+
+    def within_bound(self, policy_version: int) -> int | None:
+        """Rows that the bound on the lag lets be drawn; None where there is no such bound, or rows differ in weight."""
+        sampler = self._sampler
+        if self.settings.max_lag_versions is None or not isinstance(sampler, RecentSampler):
+            return None
+        with self._ring.lock:
+            return sampler.within_bound(policy_version)
+
+    def find_starvation(self, row_count: int, policy_version: int) -> Starvation | None:
+        """What to report when the bound on the lag alone keeps `row_count` rows from being drawn; None: it does not."""
+        sampler = self._sampler
+        if self.settings.max_lag_versions is None or not isinstance(sampler, RecentSampler):
+            return None
+        with self._ring.lock:
+            return sampler.find_starvation(row_count, policy_version)
 
     def update_priorities(self, keys: Keys, priorities: npt.NDArray[np.float32]) -> int:
         """Set the priority of each row; how many of the keys are of rows that are held.
@@ -293,7 +346,7 @@ class TableMemory:
                 self._pages.mark(places)
 
 
-def _make_sampler(settings: MemorySettings, ring: Ring) -> UniformSampler | WeightedSampler:
+def _make_sampler(settings: MemorySettings, ring: Ring, base_version: int) -> UniformSampler | WeightedSampler:
     bound = settings.max_times_sampled
     match settings.sampler:
         case "uniform":
@@ -304,7 +357,7 @@ def _make_sampler(settings: MemorySettings, ring: Ring) -> UniformSampler | Weig
             return RecentSampler(
                 ring,
                 bound,
-                max_lag_versions=settings.max_lag_versions,
+                bound=LagBound(settings.max_lag_versions, base_version, settings.bound_setting),
                 half_life_versions=settings.half_life_versions,
             )
         case "fifo" | "lifo" if bound is not None:

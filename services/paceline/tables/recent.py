@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from paceline.lag.bound import LagBound, Starvation
 from paceline.tables.ring import Ring
-from paceline.tables.samplers import Places, Versions, WeightedSampler
+from paceline.tables.samplers import ONE, Places, Versions, WeightedSampler
 from paceline.tables.sum_tree import Weights
 
 PART_ROWS = 256
 """Rows whose lowest version is kept, so that the rows which a newer policy puts beyond the bound are found."""
+EVEN_SHARE = 1 / 4
+"""Rows of equal weight that make up such a share of the keys among which they lie are found by trial, in a sixth of the
+time that the tree takes."""
 FARTHEST_HALVINGS = 400.0
 """Weights are made anew when a row's version is so many half-lives above the one that has weight 1."""
 _NONE = np.iinfo(np.int64).max
@@ -23,14 +27,16 @@ class RecentSampler(WeightedSampler):
         ring: Ring,
         max_times_sampled: int | None,
         *,
-        max_lag_versions: int | None,
+        bound: LagBound,
         half_life_versions: float | None,
     ) -> None:
-        self._max_lag, self._half_life = max_lag_versions, half_life_versions
+        self._bound, self._half_life = bound, half_life_versions
         self._versions: Versions = np.zeros(ring.physical_rows, np.int64)
         self._lowest: Versions = np.full(-(-ring.physical_rows // PART_ROWS), _NONE, np.int64)
         """Of each part's rows that have a weight; lower where rows have left since it was made."""
         self._newest: int | None = None
+        self._first_within = 0
+        """No row before this key has a weight."""
         self._base = 0
         """The version of weight 1: 2^((version - base) / half-life) keeps every ratio as the newest grows."""
         super().__init__(ring, max_times_sampled)
@@ -56,46 +62,83 @@ class RecentSampler(WeightedSampler):
         super().add(first_row, row_count, versions)
         self._note_lowest(np.unique(places // PART_ROWS))
 
+    def within_bound(self, policy_version: int) -> int | None:
+        """Rows that are not beyond the bound; None where rows differ in weight."""
+        if self._half_life is not None:
+            return None
+        self._know(policy_version)
+        return int(self._tree.total)
+
+    def find_starvation(self, n: int, policy_version: int) -> Starvation | None:
+        """What to report when the bound alone keeps `n` rows from being drawn; None when it does not."""
+        self._know(policy_version)
+        if self._drawable >= n if self._max_times is not None else self._tree.total:
+            return None
+        return self._find_starvation(n)
+
     def _weights_of(self, places: Places) -> Weights:
         versions = self._versions[places]
         if self._half_life is None:
             weights = np.ones(len(places))
         else:
             weights = np.exp2((versions - self._base) / self._half_life)
-        if self._max_lag is not None and self._newest is not None:
-            weights[versions < self._newest - self._max_lag] = 0
+        if self._newest is not None and (oldest := self._bound.oldest_within(self._newest)):
+            weights[versions < oldest] = 0
         return weights
 
     def _why_none(self) -> str:
-        if not self.row_count:
-            return super()._why_none()
-        return (
-            f"none of the {self.row_count} rows is recent enough: expected some at most {self._max_lag} versions "
-            f"(max_lag_versions) behind {self._newest}, the newest policy version known; sampling goes on when "
-            "collectors that act with a newer policy have appended"
+        starvation = self._find_starvation(1)
+        return super()._why_none() if starvation is None else str(starvation)
+
+    def _find_starvation(self, n: int) -> Starvation | None:
+        if self._newest is None:
+            return None
+        alive = np.flatnonzero(self._alive)
+        left = None if self._max_times is None else self._max_times - self._times[alive].astype(np.int64)
+        return self._bound.find_starvation(
+            self._versions[alive], self._newest, draws_needed=1 if left is None else n, draws_left=left
         )
 
     def _draw(
         self, random: np.random.Generator, n: int, policy_version: int, *, details: bool = False
     ) -> tuple[Places, Weights]:
         self._know(policy_version)
-        return super()._draw(random, n, policy_version, details=details)
+        if self._half_life is not None or self._max_times is not None:
+            return super()._draw(random, n, policy_version, details=details)
+        self._require_drawable(n)
+        first, end, total = max(self._first_within, self._ring.first_row), self._ring.end_row, self._tree.total
+        if total < (end - first) * EVEN_SHARE:
+            return super()._draw(random, n, policy_version, details=details)
+        places = (random.integers(first, end, n)) % self._ring.physical_rows
+        wrong = np.flatnonzero(self._tree.weights(places) == 0)
+        while len(wrong):
+            places[wrong] = again = random.integers(first, end, len(wrong)) % self._ring.physical_rows
+            wrong = wrong[self._tree.weights(again) == 0]
+        np.add.at(self._times, places, ONE)
+        return places, np.full(n, 1 / total) if details else np.empty(0)
 
     def _know(self, version: int) -> None:
         """The newest version is at least this one."""
         if self._newest is not None and version <= self._newest:
             return
         self._newest = version
-        if self._max_lag is not None:
-            parts = np.flatnonzero(self._lowest < version - self._max_lag)
+        if oldest := self._bound.oldest_within(version):
+            parts = np.flatnonzero(self._lowest < oldest)
             if len(parts):
                 self._weigh(self._places_of(parts))
                 self._note_lowest(parts)
+                self._first_within = self._find_first_within()
 
     def _note_lowest(self, parts: Places) -> None:
         places = self._places_of(parts)
         weighed = self._tree.weights(places) > 0
         self._lowest[parts] = np.where(weighed, self._versions[places], _NONE).reshape(-1, PART_ROWS).min(axis=1)
+
+    def _find_first_within(self) -> int:
+        """Key of the first row of the first part that has a row with a weight."""
+        first = self._ring.first_row
+        parts = np.roll(self._lowest != _NONE, -(first % self._ring.physical_rows // PART_ROWS))
+        return first - first % PART_ROWS + int(parts.argmax()) * PART_ROWS
 
     def _places_of(self, parts: Places) -> Places:
         return (parts[:, None] * PART_ROWS + np.arange(PART_ROWS)).reshape(-1)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 SHARD_BITS = 48
@@ -24,11 +25,33 @@ class Batch:
     inserted_row_count: int
     """Rows ever inserted, over all shards, as of when the batch was drawn."""
     keys: npt.NDArray[np.int64] | None = None
-    """`[batch_size]` names of the rows for `update_priorities`; None where rows have no priorities."""
+    """`[batch_size]` names of the rows for `update_priorities`; None where nobody asks."""
     probabilities: npt.NDArray[np.float32] | None = None
-    """`[batch_size]` the probability with which one draw gave each row; None where all are alike."""
+    """`[batch_size]` the probability with which one draw gave each row; None where nobody asks."""
     stored_at: npt.NDArray[np.float64] | None = None
-    """`[batch_size]` when replay stored each row, in seconds since 1970 by its own clock; None where nobody asks."""
+    """`[batch_size]` when replay stored each row, in seconds since 1970 by the learner's clock; 0 where that is not
+    known. None where nobody asks."""
+    drawable_row_count: int | None = None
+    """Rows of the table that the bound on the lag lets be drawn, each as likely as the others; None: no such bound."""
+
+    @property
+    def skipped_row_count(self) -> float:
+        """Rows beyond the bound that would have come with these if the bound did not keep them from being drawn."""
+        if not self.drawable_row_count:
+            return 0.0
+        beyond = max(self.table_row_count - self.drawable_row_count, 0)
+        return len(self.rows) * beyond / self.drawable_row_count
+
+    def select(self, places: npt.NDArray[np.int64]) -> Batch:
+        """The batch of the rows at these places."""
+        keys, probabilities, stored_at = self.keys, self.probabilities, self.stored_at
+        return replace(
+            self,
+            rows=self.rows[torch.from_numpy(places).to(self.rows.device)],
+            keys=None if keys is None else keys[places],
+            probabilities=None if probabilities is None else probabilities[places],
+            stored_at=None if stored_at is None else stored_at[places],
+        )
 
 
 class BatchSource(Protocol):
@@ -38,7 +61,7 @@ class BatchSource(Protocol):
         """The next batch; the one before counts as learned from.
 
         Raises:
-            DeadlineError: there is none within `seconds`; says why.
+            DeadlineError: there is none within `seconds`; says why. StarvedError where the bound on the lag is why.
             PacelineError: there will be none any more.
         """
 

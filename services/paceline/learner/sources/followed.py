@@ -13,12 +13,13 @@ import numpy.typing as npt
 import torch
 
 from paceline.config import RpcConfig
-from paceline.errors import DeadlineError, LimiterTimeoutError
+from paceline.errors import DeadlineError, LimiterTimeoutError, StarvedError, UnavailableError
+from paceline.lag.bound import Starvation
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.sources.batch import Batch
 from paceline.learner.sources.device_rows import DeviceRows
 from paceline.learner.sources.follower import Follower
-from paceline.rows import ByteMatrix, RowSpec
+from paceline.rows import ByteMatrix, RowSpec, numpy_columns
 from paceline.tables.limiter import Limiter, LimiterSettings
 from paceline.tables.memory import MemorySettings, TableMemory
 from paceline.telemetry import get_logger
@@ -54,13 +55,24 @@ class FollowSource:
         metrics: LearnerMetrics,
         device: torch.device | None = None,
         shard: int = 0,
+        times: bool = False,
+        base_version: int = 0,
     ) -> None:
-        """Begin to follow. `memory` and `limiter` are replay's own settings of this table and shard."""
+        """Begin to follow. `memory` and `limiter` are replay's own settings of this table and shard.
+
+        Args:
+            times: batches say when their rows were stored.
+            base_version: rows of an earlier policy version count for the bound on the lag as if they were of this one.
+        """
         device = device or torch.device("cpu")
         self._settings, self._spec, self._device = memory, spec, device
         on_host = device.type == "cpu"
         self._store = None if on_host else DeviceRows(memory.physical_rows, spec.row_bytes, device)
-        self._memory = TableMemory(memory, spec.row_bytes, rows=self._store)
+        self._base_version = base_version
+        self._memory = self._make_memory()
+        self._policy_version = 0
+        self._stored_at = np.empty(batch_size) if times else None
+        self._starvation: Starvation | None = None
         # This side never waits within the limiter: rows come by the same condition as other news.
         self._table, self._limiter_settings = table, replace(limiter, deadline_seconds=0)
         self._limiter = Limiter(table, self._limiter_settings)
@@ -92,7 +104,8 @@ class FollowSource:
             spec=spec,
             rpc=rpc,
             metrics=metrics,
-            peer=f"replay shard {shard}",
+            shard=shard,
+            watches_clock=times,
         )
         self._follower.start()
 
@@ -105,6 +118,7 @@ class FollowSource:
         """The next batch. Raises DeadlineError, with the reason, when there is none within `seconds`.
 
         Raises:
+            StarvedError: that is since the bound on the lag leaves no row to draw.
             PacelineError: replay refused for good.
         """
         until = time.monotonic() + seconds
@@ -112,19 +126,18 @@ class FollowSource:
         while not row_count:
             self._wait_for_grant(until, seconds)
             with self._drawing:
-                # None where the ring was exchanged for an empty one since the grant.
-                if row_count := self._memory.row_count:
-                    self._memory.sample(self._random, self._out)
+                row_count, within_bound = self._draw()
         due = self._limiter.sampled - self._reported >= self._report_rows
         if due or time.monotonic() - self._reported_at >= REPORT_SECONDS:
             self._report()
-        return Batch(self._rows, row_count, self._inserted)
+        return Batch(self._rows, row_count, self._inserted, stored_at=self._stored_at, drawable_row_count=within_bound)
 
     def update_priorities(self, keys: npt.NDArray[np.int64], priorities: npt.NDArray[np.float32]) -> None:
         """Rows that are followed have no priorities."""
 
     def set_policy_version(self, version: int) -> None:
-        """Rows that are followed are drawn all alike."""
+        """Note the newest policy version, from which the bound on the lag counts."""
+        self._policy_version = version
 
     def close(self) -> None:
         """Stop following."""
@@ -138,7 +151,7 @@ class FollowSource:
                     get_logger().warning(
                         "followed_table_lost", table=self._table, had=self._end, has=table.inserted_row_count
                     )
-                    self._memory = TableMemory(self._settings, self._spec.row_bytes, rows=self._store)
+                    self._memory = self._make_memory()
                 self._limiter = Limiter(self._table, self._limiter_settings, sampled=table.sampled_row_count)
                 self._end = self._received_rows = 0
                 self._caught_up_at, self._caught_up_rows = table.inserted_row_count, table.row_count
@@ -154,10 +167,17 @@ class FollowSource:
 
     def take(self, news: replay_pb2.FollowResponse, rows: ByteMatrix, stored_at: npt.NDArray[np.float64]) -> None:
         """Put rows into the ring."""
-        memory = self._memory
+        memory, versions = self._memory, None
+        if self._settings.sampler == "recent":
+            versions = np.ascontiguousarray(numpy_columns(self._spec, rows)["policy_version"])
         for start in range(0, len(rows), self._chunk_rows):
             chunk = slice(start, start + self._chunk_rows)
-            memory.append(news.first_row + start, rows[chunk], stored_at=stored_at[chunk])
+            memory.append(
+                news.first_row + start,
+                rows[chunk],
+                stored_at=stored_at[chunk],
+                versions=None if versions is None else versions[chunk],
+            )
         memory.drop_before(min(news.table_first_row, memory.end_row))
         with self._changed:
             self._end = news.first_row + len(rows)
@@ -183,14 +203,40 @@ class FollowSource:
                 self._report()  # whoever waits for these samples may be whom this waits for
                 left = until - time.monotonic()
                 if left <= 0:
+                    if self._starvation is not None:
+                        raise StarvedError(f"no batch within {seconds:g} s: {self._starvation}")
                     raise DeadlineError(f"no batch within {seconds:g} s: {self._why_not()}")
+                began = time.monotonic()
                 self._changed.wait(left)
+                if self._starvation is not None:
+                    self._metrics.starved_seconds.inc(time.monotonic() - began)
 
     def _grant(self) -> bool:
         """Whether a batch may be drawn now; it counts as sampled then."""
+        self._starvation = None
         if not self._is_caught_up() or not self._memory.row_count:
             return False
-        return self._limiter.grant_samples(self._batch_size, 1, lambda: None, wait=False) > 0
+        if not self._limiter.grant_samples(self._batch_size, 1, lambda: None, wait=False):
+            return False
+        self._starvation = self._memory.find_starvation(self._batch_size, self._policy_version)
+        if self._starvation is not None:
+            self._limiter.settle_samples(self._batch_size, 0)
+        return self._starvation is None
+
+    def _draw(self) -> tuple[int, int | None]:
+        """Fill the batch: rows in the ring, and those of them within the bound on the lag. 0: there are none now."""
+        memory, version = self._memory, self._policy_version
+        if not (row_count := memory.row_count):
+            return 0, None  # the ring was exchanged for an empty one since the grant, and the limiter with it
+        try:
+            memory.sample(self._random, self._out, policy_version=version, stored_at=self._stored_at)
+        except UnavailableError:  # the last rows within the bound have left since
+            self._limiter.settle_samples(self._batch_size, 0)
+            return 0, None
+        return row_count, memory.within_bound(version)
+
+    def _make_memory(self) -> TableMemory:
+        return TableMemory(self._settings, self._spec.row_bytes, rows=self._store, base_version=self._base_version)
 
     def _is_caught_up(self) -> bool:
         if self._caught_up_at is None:

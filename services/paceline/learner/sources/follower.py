@@ -13,6 +13,7 @@ import numpy.typing as npt
 from paceline.config import RpcConfig
 from paceline.errors import BlockError, PacelineError, UnavailableError
 from paceline.learner.metrics import LearnerMetrics
+from paceline.learner.replay_clock import ReplayClock
 from paceline.learner.replay_stream import ReplayStream
 from paceline.rows import ByteMatrix, RowSpec
 from paceline.rpc.bulk import FOLLOW_RESPONSE, Bulk
@@ -31,7 +32,10 @@ class Reader(Protocol):
         """What was done so far, asked for after each `Follower.report`. Called by a thread of gRPC's."""
 
     def take(self, news: replay_pb2.FollowResponse, rows: ByteMatrix, stored_at: npt.NDArray[np.float64]) -> None:
-        """Rows came, or news without any. The arrays are read-only, and stay as they are."""
+        """Rows came, or news without any. The arrays stay as they are, and the rows are read-only.
+
+        `stored_at` is by the learner's clock; 0 where it is not known.
+        """
 
     def wake(self) -> None:
         """Something changed that a wait should look at: the stream was cut, or failed for good."""
@@ -50,9 +54,12 @@ class Follower:
         spec: RowSpec,
         rpc: RpcConfig,
         metrics: LearnerMetrics,
-        peer: str,
+        shard: int,
+        watches_clock: bool,
     ) -> None:
-        self._reader, self._spec, self._rpc, self._metrics, self._peer = reader, spec, rpc, metrics, peer
+        """`watches_clock`: have the times at which rows were stored by the learner's clock to the best."""
+        peer = f"replay shard {shard}"
+        self._reader, self._spec, self._metrics, self._peer = reader, spec, metrics, peer
         self._run_id, self._table = run_id, table
         self._stream = ReplayStream(
             channel,
@@ -61,6 +68,13 @@ class Follower:
             peer=peer,
             on_cut=self._note_cut,
         )
+        self._clock = ReplayClock(
+            self._stream.stub,
+            run_id=run_id,
+            deadline_seconds=rpc.deadline_seconds,
+            on_estimate=lambda offset: metrics.set_replay_clock(str(shard), offset),
+        )
+        self._watches_clock = watches_clock
         self._changed = threading.Condition()
         self._stream_number = 0
         self._has_news = False
@@ -81,6 +95,8 @@ class Follower:
     def start(self) -> None:
         """Begin to follow."""
         self._thread.start()
+        if self._watches_clock:
+            self._clock.start()
 
     def report(self) -> None:
         """Have the reader's progress sent, soon. Never waits."""
@@ -92,6 +108,7 @@ class Follower:
         """End the thread."""
         self._stream.close()
         self._next_stream()
+        self._clock.close()
         self._thread.join(5)
 
     def _follow_until_closed(self) -> None:
@@ -107,10 +124,7 @@ class Follower:
 
     def _follow(self) -> None:
         """Open one stream and give its rows to the reader until it ends."""
-        described = self._stream.stub.DescribeTables(
-            replay_pb2.DescribeTablesRequest(run_id=self._run_id), timeout=self._rpc.deadline_seconds
-        )
-        table = next(each for each in described.tables if each.name == self._table)
+        table = next(each for each in self._clock.describe().tables if each.name == self._table)
         # In this order: a report that comes from now on is for the new stream, whose beginning may say it already.
         number = self._next_stream()
         first = self._reader.begin(table)
@@ -129,7 +143,8 @@ class Follower:
                     "lost and began anew; asking what it has now"
                 )
             expected = response.head.first_row + len(rows)
-            self._reader.take(response.head, rows, response.arrays["stored_at"])
+            # Once, as they come: what replay's clock is set to later says nothing of these.
+            self._reader.take(response.head, rows, self._clock.to_own(response.arrays["stored_at"]))
 
     def _next_stream(self) -> int:
         """End the requests of the stream before; gives the number of the next one."""

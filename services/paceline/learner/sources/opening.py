@@ -38,6 +38,9 @@ def open_samples(
 ) -> BatchSource:
     """Batches that replay draws. Starts a process for each shard, so call it before any channel is open."""
     learner, shards = config.learner, config.replay.shards
+    table = config.replay.tables[learner.table]
+    sampler = table.sampler
+    draws_alike = sampler == "uniform" or (sampler == "recent" and table.recent.half_life_versions is None)
     sources = [
         SampleSource(
             address,
@@ -51,9 +54,14 @@ def open_samples(
             rpc=config.rpc,
             metrics=metrics,
             device=device,
-            details=config.replay.tables[learner.table].sampler == "prioritised",
+            shard=shard,
+            has_priorities=sampler == "prioritised",
+            times=config.lag.attribution,
+            is_bounded=config.lag.max_lag_versions is not None and draws_alike,
         )
-        for address, shard_seed in zip(config.replay.shard_addresses(), _shard_seeds(seed, shards), strict=True)
+        for shard, (address, shard_seed) in enumerate(
+            zip(config.replay.shard_addresses(), _shard_seeds(seed, shards), strict=True)
+        )
     ]
     return _joined(config, sources, seed, metrics)
 
@@ -66,8 +74,14 @@ def open_followed(
     seed: int,
     metrics: LearnerMetrics,
     device: torch.device,
+    base_version: int = 0,
 ) -> BatchSource:
-    """Batches from the rows of every shard, which are sent here once. `channels`: one to each shard, by its number."""
+    """Batches from the rows of every shard, which are sent here once.
+
+    Args:
+        channels: one to each shard, by its number.
+        base_version: rows of an earlier policy version count for the bound on the lag as if they were of this one.
+    """
     learner, shards = config.learner, len(channels)
     table = config.replay.tables[learner.table]
     if table.queue:
@@ -83,6 +97,7 @@ def open_followed(
                 metrics=metrics,
                 device=device,
                 shard=shard,
+                times=config.lag.attribution,
             )
             for shard, channel in enumerate(channels)
         ]
@@ -107,6 +122,8 @@ def open_followed(
             metrics=metrics,
             device=device,
             shard=shard,
+            times=config.lag.attribution,
+            base_version=base_version,
         )
         for shard, (channel, shard_seed) in enumerate(zip(channels, _shard_seeds(seed, shards), strict=True))
     ]
@@ -128,4 +145,5 @@ def _shard_seeds(seed: int, shards: int) -> list[int]:
 
 
 def _memory_settings(config: Config, spec: RowSpec) -> MemorySettings:
-    return MemorySettings(config.replay.tables[config.learner.table].rows_that_fit(spec.row_bytes))
+    fit = config.replay.tables[config.learner.table].rows_that_fit(spec.row_bytes)
+    return MemorySettings(fit).bounded(config.lag.max_lag_versions)

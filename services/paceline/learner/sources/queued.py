@@ -20,6 +20,8 @@ from paceline.rows import ByteMatrix, RowSpec
 from paceline.telemetry import get_logger
 from paceline.v1 import replay_pb2
 
+Seconds = npt.NDArray[np.float64]
+
 
 class QueueSource:
     """Rows of a queue in their order. Taking a batch says that the one before it is consumed, and may leave replay.
@@ -42,16 +44,18 @@ class QueueSource:
         metrics: LearnerMetrics,
         device: torch.device | None = None,
         shard: int = 0,
+        times: bool = False,
     ) -> None:
-        """Begin to follow the queue."""
+        """Begin to follow the queue. `times`: batches say when their rows were stored."""
         self._batch_size, self._prefetch_rows = batch_size, batch_size * prefetch
         self._table, self._metrics, self._shard = table, metrics, str(shard)
         self._device = device or torch.device("cpu")
         self._rows = torch.empty((batch_size, spec.row_bytes), dtype=torch.uint8)
         self._out: ByteMatrix = self._rows.numpy()
         self._changed = threading.Condition()
-        self._waiting: collections.deque[tuple[int, ByteMatrix]] = collections.deque()
-        """Key of the first row, and rows, of what came and is in no batch yet."""
+        self._stored_at: Seconds | None = np.empty(batch_size) if times else None
+        self._waiting: collections.deque[tuple[int, ByteMatrix, Seconds]] = collections.deque()
+        """Key of the first row, rows, and when each was stored, of what came and is in no batch yet."""
         self._waiting_rows = 0
         self._end = 0
         """Key of the next row to come."""
@@ -68,7 +72,8 @@ class QueueSource:
             spec=spec,
             rpc=rpc,
             metrics=metrics,
-            peer=f"replay shard {shard}",
+            shard=shard,
+            watches_clock=times,
         )
         self._follower.start()
 
@@ -97,7 +102,8 @@ class QueueSource:
                 self._changed.wait(left)
             count = self._take_rows()
             table_row_count = self._inserted - self._consumed
-        return Batch(self._rows[:count].to(self._device), table_row_count, self._inserted)
+        stored_at = None if self._stored_at is None else self._stored_at[:count]
+        return Batch(self._rows[:count].to(self._device), table_row_count, self._inserted, stored_at=stored_at)
 
     def consume(self) -> None:
         """The last batch was learned from: replay may let its rows go, and send others."""
@@ -139,11 +145,11 @@ class QueueSource:
         with self._changed:
             return self._progress()
 
-    def take(self, news: replay_pb2.FollowResponse, rows: ByteMatrix, stored_at: npt.NDArray[np.float64]) -> None:
+    def take(self, news: replay_pb2.FollowResponse, rows: ByteMatrix, stored_at: Seconds) -> None:
         """Keep rows until they are asked for."""
         with self._changed:
             if len(rows):
-                self._waiting.append((news.first_row, rows))
+                self._waiting.append((news.first_row, rows, stored_at))
                 self._waiting_rows += len(rows)
             skipped = news.first_row > self._end
             self._end = news.first_row + len(rows)
@@ -172,13 +178,15 @@ class QueueSource:
         """Fill the batch from the front of what waits; its rows."""
         filled = 0
         while self._waiting and filled < self._batch_size:
-            first, rows = self._waiting.popleft()
+            first, rows, stored_at = self._waiting.popleft()
             count = min(len(rows), self._batch_size - filled)
             self._out[filled : filled + count] = rows[:count]
+            if self._stored_at is not None:
+                self._stored_at[filled : filled + count] = stored_at[:count]
             filled += count
             self._taken = first + count
             if count < len(rows):
-                self._waiting.appendleft((first + count, rows[count:]))
+                self._waiting.appendleft((first + count, rows[count:], stored_at[count:]))
         self._waiting_rows -= filled
         return filled
 

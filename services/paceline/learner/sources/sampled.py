@@ -16,7 +16,8 @@ import torch
 
 from paceline import errors
 from paceline.config import RpcConfig
-from paceline.errors import DeadlineError, PacelineError, UnavailableError
+from paceline.errors import DeadlineError, PacelineError, StarvedError, UnavailableError
+from paceline.lag.clock import ClockOffset
 from paceline.learner.batch_memory import BatchMemory
 from paceline.learner.control import Message, take_messages
 from paceline.learner.metrics import LearnerMetrics
@@ -52,19 +53,31 @@ class SampleSource:
         rpc: RpcConfig,
         metrics: LearnerMetrics,
         device: torch.device | None = None,
-        details: bool = False,
+        shard: int = 0,
+        has_priorities: bool = False,
+        times: bool = False,
+        is_bounded: bool = False,
     ) -> None:
-        """Start the process, which begins to fetch. `details`: batches have keys, probabilities and times."""
+        """Start the process, which begins to fetch.
+
+        Args:
+            has_priorities: batches have keys and probabilities, and priorities of rows may be updated.
+            times: batches say when their rows were stored.
+            is_bounded: the bound on the lag keeps rows from being drawn, and the others are drawn all alike; batches
+                say how many these are.
+        """
         # One more than are ordered: that which the learner reads.
         self._memory = BatchMemory.create(slot_count=prefetch + 1, batch_size=batch_size, row_bytes=spec.row_bytes)
         self._rows = [torch.from_numpy(slot.rows) for slot in self._memory.slots]
-        self._prefetch, self._details, self._metrics = prefetch, details, metrics
+        self._has_priorities, self._times, self._is_bounded = has_priorities, times, is_bounded
+        self._prefetch, self._metrics, self._shard = prefetch, metrics, str(shard)
         self._device = device or torch.device("cpu")
         self._ready: collections.deque[Message] = collections.deque()
         self._in_use: int | None = None
         self._empty: list[int] = []
         self._policy_version = 0
         self._buffer = bytearray()
+        self._is_starved = False
         self._reason = f"replay at {address} has not answered yet"
         self._failure: PacelineError | None = None
         self.is_away = False
@@ -92,7 +105,9 @@ class SampleSource:
                     "row_bytes": spec.row_bytes,
                     "row_spec_digest": spec.digest.hex(),
                     "slot_count": prefetch + 1,
-                    "details": details,
+                    "has_priorities": has_priorities,
+                    "times": times,
+                    "details": has_priorities or times or is_bounded,
                     "seed": seed,
                 },
                 replay_pb2.OpenTableRequest(
@@ -107,15 +122,20 @@ class SampleSource:
         """The next batch. Raises DeadlineError, with the reason, when there is none within `seconds`.
 
         Raises:
+            StarvedError: that is since the bound on the lag leaves no row to draw.
             PacelineError: replay refused for good, or the receiving process ended; there will be no batch any more.
         """
         until = time.monotonic() + seconds
         while not self._ready:
             if self._failure is not None:
                 raise self._failure
-            left = max(until - time.monotonic(), 0)
-            if not select.select([self._incoming], [], [], left)[0]:
-                raise DeadlineError(f"no batch within {seconds:g} s: {self._reason}")
+            began = time.monotonic()
+            has_news = select.select([self._incoming], [], [], max(until - began, 0))[0]
+            if self._is_starved:
+                self._metrics.starved_seconds.inc(time.monotonic() - began)
+            if not has_news:
+                kind = StarvedError if self._is_starved else DeadlineError
+                raise kind(f"no batch within {seconds:g} s: {self._reason}")
             self._receive()
         fields = self._ready.popleft().fields
         self._give_back()
@@ -125,7 +145,11 @@ class SampleSource:
             self._rows[number].to(self._device),
             fields["table_row_count"],
             fields["inserted_row_count"],
-            *((slot.keys, slot.probabilities, slot.stored_at) if self._details else ()),
+            keys=slot.keys if self._has_priorities else None,
+            probabilities=slot.probabilities if self._has_priorities else None,
+            stored_at=slot.stored_at if self._times else None,
+            # Where all are drawn alike, one in so many is this row.
+            drawable_row_count=round(1 / float(slot.probabilities[0])) if self._is_bounded else None,
         )
 
     def update_priorities(self, keys: npt.NDArray[np.int64], priorities: npt.NDArray[np.float32]) -> None:
@@ -191,10 +215,14 @@ class SampleSource:
         match message.kind:
             case "batch":
                 self._ready.append(message)
-                self._reason, self.is_away = FLOWING, False
+                self._reason, self.is_away, self._is_starved = FLOWING, False, False
             case "cut":
                 self._reason, self.is_away = fields["message"], fields["is_away"]
+                self._is_starved = fields["error"] == StarvedError.__name__
                 self._metrics.sample_failures.labels(fields["error"]).inc()
+            case "clock":
+                offset = ClockOffset(fields["seconds"], fields["uncertainty_seconds"])
+                self._metrics.set_replay_clock(self._shard, offset)
             case "priorities":
                 self._metrics.priority_updates.inc(fields["sent"])
                 self._metrics.priority_updates_dropped.inc(fields["dropped"])

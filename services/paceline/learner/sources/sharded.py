@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ class _Shard:
     used: int = 0
     table_row_count: int = 0
     inserted_row_count: int = 0
+    drawable_row_count: int | None = 0
 
     @property
     def left(self) -> int:
@@ -55,10 +57,8 @@ class ShardedSource:
         self._batch_size, self._metrics = batch_size, metrics
         self._random = np.random.default_rng(seed)
         self._rows: torch.Tensor | None = None
-        self._keys = np.empty(batch_size, np.int64)
-        self._probabilities = np.empty(batch_size, np.float32)
-        self._stored_at = np.empty(batch_size, np.float64)
-        self._has_details = False
+        self._details: dict[str, npt.NDArray[Any]] = {}
+        """What the shards' batches say of their rows, by its name in `Batch`."""
         self._filled = 0
         # Rows that each shard still has to give to the batch in the making; None where none is in the making.
         self._wanted: npt.NDArray[np.int64] | None = None
@@ -78,12 +78,13 @@ class ShardedSource:
                 )
             time.sleep(min(left, _LOOK_UP_SECONDS))
         assert self._rows is not None
-        details = (self._keys, self._probabilities, self._stored_at) if self._has_details else ()
+        drawable = [shard.drawable_row_count for shard in self._shards]
         return Batch(
             self._rows,
             sum(shard.table_row_count for shard in self._shards),
             sum(shard.inserted_row_count for shard in self._shards),
-            *details,
+            drawable_row_count=None if None in drawable else sum(each or 0 for each in drawable),
+            **self._details,
         )
 
     def update_priorities(self, keys: npt.NDArray[np.int64], priorities: npt.NDArray[np.float32]) -> None:
@@ -159,10 +160,11 @@ class ShardedSource:
                 if shard.source.is_away:
                     return False
                 if left <= wait:
-                    raise DeadlineError(f"shard {number}: {error}") from error
+                    raise type(error)(f"shard {number}: {error}") from error
                 continue
             shard.batch, shard.used = batch, 0
             shard.table_row_count, shard.inserted_row_count = batch.table_row_count, batch.inserted_row_count
+            shard.drawable_row_count = batch.drawable_row_count
             return True
 
     def _copy(self, number: int) -> None:
@@ -175,14 +177,20 @@ class ShardedSource:
         if self._rows is None:
             self._rows = batch.rows.new_empty((self._batch_size, batch.rows.shape[1]))
         self._rows[into].copy_(batch.rows[from_])
-        self._has_details = batch.keys is not None
-        if batch.keys is not None and batch.probabilities is not None and batch.stored_at is not None:
-            self._keys[into] = batch.keys[from_] | number << SHARD_BITS
-            self._probabilities[into] = batch.probabilities[from_] * self._share[number]
-            self._stored_at[into] = batch.stored_at[from_]
+        if batch.keys is not None:
+            self._detail("keys", np.int64)[into] = batch.keys[from_] | number << SHARD_BITS
+        if batch.probabilities is not None:
+            self._detail("probabilities", np.float32)[into] = batch.probabilities[from_] * self._share[number]
+        if batch.stored_at is not None:
+            self._detail("stored_at", np.float64)[into] = batch.stored_at[from_]
         shard.used += count
         self._filled += count
         self._wanted[number] -= count
+
+    def _detail(self, name: str, dtype: type[Any]) -> npt.NDArray[Any]:
+        if name not in self._details:
+            self._details[name] = np.empty(self._batch_size, dtype)
+        return self._details[name]
 
 
 class QueueShards:
@@ -207,7 +215,7 @@ class QueueShards:
                     continue
                 self._counts[self._turn] = batch.table_row_count, batch.inserted_row_count
                 rows, inserted = (sum(each) for each in zip(*self._counts, strict=True))
-                return Batch(batch.rows, rows, inserted)
+                return replace(batch, table_row_count=rows, inserted_row_count=inserted)
             if time.monotonic() >= until:
                 raise DeadlineError(f"shard {self._turn}: {reason}")
 
