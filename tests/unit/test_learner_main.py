@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
 
 from paceline.config import build
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, NonFiniteError
 from paceline.learner.main import run
 from paceline.process import StopSignal
 
@@ -27,3 +30,55 @@ def test_a_ring_that_cannot_fit_is_an_error_before_the_run_begins(tmp_path: Path
     with pytest.raises(ConfigError, match=r"follows table 'transitions'.*Lower replay\.tables\.transitions"):
         run(config, resume=False, stop=StopSignal())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"replay": {"read": "sample"}, "learner": {"prefetch_batches": 40, "publish_every_updates": 10}},
+        {"lag": {"inject": {"mode": "fixed", "versions": 4}}},
+        {"lag": {"inject": {"mode": "distribution", "weights": {0: 1, 4: 0.5, 9: 0}}}},
+    ],
+    ids=["prefetch", "fixed", "distribution"],
+)
+def test_a_bound_that_no_run_can_keep_to_is_refused_before_the_run_begins(tmp_path: Path, settings) -> None:
+    lag = {"max_lag_versions": 3, **settings.get("lag", {})}
+    config = build({"run": {"id": "trial", "directory": str(tmp_path)}, **settings, "lag": lag})
+    with pytest.raises(ConfigError, match=r"max_lag_versions is 3: expected at least 4"):
+        run(config, resume=False, stop=StopSignal())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_learner_that_meets_a_number_that_is_not_finite_shows_it_to_who_reads_its_metrics(
+    tmp_path: Path, monkeypatch
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pages: list[str] = []
+
+    def read() -> None:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+            pages.append(page.read().decode())
+
+    def diverge(*_: object) -> None:
+        read()
+        readers.append(threading.Thread(target=read_until_it_shows))
+        readers[0].start()
+        raise NonFiniteError("critic weight '1.weight' holds a NaN")
+
+    def read_until_it_shows() -> None:
+        while "paceline_learner_non_finite_total 1.0" not in pages[-1]:
+            read()
+
+    readers: list[threading.Thread] = []
+    monkeypatch.setattr("paceline.learner.main._Training.run", diverge)
+    monkeypatch.setattr("paceline.learner.main.LAST_READ_SECONDS", 60.0)
+    config = build(
+        {"run": {"id": "trial", "directory": str(tmp_path)}, "learner": {"metrics_listen": f"127.0.0.1:{port}"}}
+    )
+    with pytest.raises(NonFiniteError):
+        run(config, resume=False, stop=StopSignal())
+    readers[0].join(30)
+    assert "paceline_learner_non_finite_total 0.0" in pages[0]
+    assert "paceline_learner_non_finite_total 1.0" in pages[-1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from paceline.errors import DeadlineError, NotFoundError
+from paceline.errors import DeadlineError, NotFoundError, StarvedError
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.sources import SHARD_BITS, Batch, ShardedSource
 
@@ -24,6 +24,7 @@ class Shard:
         self.is_held_back = False
         self.refusal: Exception | None = None
         self.given = 0
+        self.options: dict[str, object] = {}
         self.priorities: dict[int, float] = {}
         self.version = 0
         self._rows = torch.full((4, 8), number, dtype=torch.uint8)
@@ -38,7 +39,7 @@ class Shard:
         keys = np.arange(self.given, self.given + 4)
         self.given += 4
         details = (keys, np.full(4, 0.5, np.float32), np.full(4, 7.0)) if self.has_details else ()
-        return Batch(self._rows, self.row_count, 10 * self.row_count, *details)
+        return Batch(self._rows, self.row_count, 10 * self.row_count, *details, **self.options)
 
     def update_priorities(self, keys, priorities) -> None:
         self.priorities.update(zip(keys.tolist(), priorities.tolist(), strict=True))
@@ -182,3 +183,22 @@ def test_priorities_and_versions_go_to_the_shards_they_belong_to():
     assert shards[1].priorities == dict.fromkeys(range(count), 2.0)
     assert shards[0].priorities == dict.fromkeys(range(30 - count), 1.0)
     assert [shard.version for shard in shards] == [9, 9]
+
+
+def test_a_shard_that_the_lag_bound_starves_says_so():
+    starved = Shard(1, 50)
+    starved.refusal = StarvedError("with lag.max_lag_versions=8 they would do")
+    with pytest.raises(StarvedError, match=r"shard 1: with lag\.max_lag_versions=8"):
+        join(Shard(0, 100), starved).next_batch(0.01)
+
+
+def test_times_come_without_keys_and_rows_within_the_bound_are_counted_over_all_shards():
+    shards = Shard(0, 100), Shard(1, 300)
+    for shard in shards:
+        shard.options = {"stored_at": np.full(4, 7.0 + shard.number), "drawable_row_count": 10}
+    batch = join(*shards).next_batch(1)
+    assert batch.keys is None
+    assert batch.stored_at.tolist() == [7.0 + number for number in numbers(batch)]
+    assert (batch.table_row_count, batch.drawable_row_count) == (400, 20)
+    shards[1].options = {}
+    assert join(*shards).next_batch(1).drawable_row_count is None

@@ -158,8 +158,8 @@ def transition_spec(observation: Column, action: Column, *, reward_dtype: str = 
             Column("policy_version", "int64"),
             Column("policy_incarnation", "int32"),
             Column("collector_index", "int32"),
-            # Seconds since 1970 by the learner's clock, as the collector estimates it: when the step was taken, when its
-            # policy was applied, when the block was sealed. 0: not known.
+            # Seconds since 1970 by the learner's clock, as the collector estimates it: when the step was taken, its
+            # policy applied, its block sealed. 0: not known.
             Column("collected_at", "float64"),
             Column("policy_applied_at", "float64"),
             Column("sealed_at", "float64"),
