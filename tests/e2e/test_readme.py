@@ -55,7 +55,7 @@ def commands(beginning: str) -> list[str]:
 
 def test_every_command_of_the_readme_is_covered_here():
     covered = ("make ", "paceline config", "paceline train", "paceline replay", "paceline learner")
-    covered += ("paceline collector", "paceline evaluator")
+    covered += ("paceline collector", "paceline evaluator", "paceline lag", "paceline study")
     assert [command for command in COMMANDS if not command.startswith(covered)] == []
 
 
@@ -76,6 +76,15 @@ def test_a_setting_is_changed_and_the_run_resumed(tmp_path: Path):
     run(first, tmp_path, SHORT)
     text = run(resumed.replace("runs/", f"{tmp_path}/"), tmp_path)
     assert "complete" in text
+    (explain,) = commands("paceline lag")
+    text = run(explain.replace("runs/", f"{tmp_path}/"), tmp_path)
+    assert "residence" in text
+
+
+def test_a_lag_is_studied(tmp_path: Path):
+    (command,) = commands("paceline study")
+    run(command, tmp_path, f"--folder {tmp_path}/study {SHORT} run.environment_steps=300", timeout=300)
+    assert (tmp_path / "study" / "study.html").exists()
 
 
 def test_an_environment_of_ones_own_is_trained_on(tmp_path: Path):

@@ -67,11 +67,32 @@ RESUMED_RUN = [
 PROCESSES = {"learner": {"update": 30.0, "wait_batch": 10.0}, "collector 0": {"environment": 20.0, "act": 20.0}}
 
 
+def total(name: str, value: float, **labels: str) -> dict[str, object]:
+    return {"name": name, "labels": labels, "value": value}
+
+
+LAG = [
+    *(
+        total("paceline_collector_acting_lag_versions_bucket", count, le=bound)
+        for bound, count in {"0.0": 30, "1.0": 38, "2.0": 40, "+Inf": 40}.items()
+    ),
+    total("paceline_collector_acting_lag_versions_sum", 12),
+    total("paceline_collector_acting_lag_versions_count", 40),
+    total("paceline_learner_trained_rows_total", 10),
+    total("paceline_learner_training_lag_versions_sum", 40),
+    total("paceline_learner_training_lag_versions_count", 10),
+    total("paceline_learner_training_lag_part_versions_total", 10, part="transfer"),
+    total("paceline_learner_training_lag_part_versions_total", 30, part="residence"),
+    total("paceline_learner_row_part_seconds_total", 5, part="residence"),
+]
+
+
 def write_run(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.yaml").write_text(config.dump(config.load(None, ["run.id=first-try"])))
     (folder / "metrics.jsonl").write_text("\n".join(RESUMED_RUN) + "\n")
     (folder / "process_time.json").write_text(json.dumps(PROCESSES))
+    (folder / "lag.json").write_text(json.dumps({"totals": LAG}))
     return folder
 
 
@@ -130,7 +151,7 @@ def test_a_finished_run_gets_a_page_with_everything_in_it(page):
     for part in ("first-try", "Pendulum-v1", "sac", "45 s", "400", "390", "0.900", "-150.0", "-160.0", "version 30"):
         assert part in page.text
     assert "What is missing" not in page.text
-    assert len(page.images) == 4
+    assert len(page.images) == 6
     assert "run:\n  id: first-try" in page.text
 
 
@@ -141,10 +162,12 @@ def test_the_page_needs_no_other_file_and_no_script(page):
 
 
 def test_every_figure_says_what_its_axes_are_and_in_which_unit(page):
-    steps, seconds, lag, processes = (labels_of(svg) for svg in page.images)
+    steps, seconds, lag, acting, parts, processes = (labels_of(svg) for svg in page.images)
     assert {"environment steps", "episode return (sum of rewards)"} <= set(steps)
     assert {"running time (s)", "episode return (sum of rewards)"} <= set(seconds)
     assert {"training lag (policy versions)", "rows trained on (%)"} <= set(lag)
+    assert {"acting lag (policy versions)", "environment steps (%)", "0", "1", "2"} <= set(acting)
+    assert {"share of the mean training lag (%)", "4 versions", "0.5 seconds", "25", "75"} <= set(parts)
     assert {"share of the process's time (%)", "learner", "collector 0", "wait batch"} <= set(processes)
     assert "incarnation 2 resumed" in steps
 
@@ -160,6 +183,21 @@ def test_lag_counts_grow_within_an_incarnation_and_are_summed_over_incarnations(
     assert read_run(run_folder).lag_rows == {0.0: 10, 1.0: 20, 1000.0: 4}
 
 
+def test_the_parts_of_the_lag_are_of_a_row_and_sum_to_its_mean(run_folder):
+    lag = read_run(run_folder).lag
+    assert lag.part_versions == {"transfer": 1.0, "residence": 3.0}
+    assert sum(lag.part_versions.values()) == lag.training_mean
+    assert lag.acting_steps == {0.0: 30, 1.0: 8, 2.0: 2, float("inf"): 0}
+    assert lag.acting_mean == pytest.approx(0.3)
+
+
+def test_a_lag_of_which_nothing_is_known_is_neither_drawn_nor_nought(run_folder):
+    (run_folder / "lag.json").write_text(json.dumps({"totals": [total("paceline_learner_trained_rows_total", 10)]}))
+    lag = read_run(run_folder).lag
+    assert (lag.acting_mean, lag.training_mean, lag.part_versions) == (None, None, {})
+    assert len(page_of(run_folder).images) == 4
+
+
 def test_best_is_by_return_and_last_by_policy(run_folder):
     record = read_run(run_folder)
     assert record.best is not None
@@ -171,14 +209,21 @@ def test_a_run_that_was_killed_while_it_wrote_gets_a_page_that_says_so(run_folde
     whole = "\n".join(RESUMED_RUN[:3]) + "\n"
     (run_folder / "metrics.jsonl").write_text(whole + RESUMED_RUN[3][:-20])
     (run_folder / "process_time.json").unlink()
+    (run_folder / "lag.json").unlink()
     page = page_of(run_folder)
-    for said in ("1 line(s) of metrics.jsonl", "process_time.json is not there", "No evaluation", "not finished"):
+    for said in (
+        "1 line(s) of metrics.jsonl",
+        "process_time.json is not there",
+        "lag.json is not there",
+        "No evaluation",
+        "not finished",
+    ):
         assert said in page.text
     assert "best evaluation\nnot known" in re.sub(r"\n+", "\n", page.text)
     assert len(page.images) == 3
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "process_time.json"])
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "lag.json", "process_time.json"])
 @pytest.mark.parametrize("content", [b"", b"[1, 2]", b"\xff\xfe{", b'{"learner": 3}', b"null\n"])
 def test_a_damaged_file_is_read_as_far_as_it_goes(run_folder, name, content):
     (run_folder / name).write_bytes(content)
@@ -188,7 +233,7 @@ def test_a_damaged_file_is_read_as_far_as_it_goes(run_folder, name, content):
         assert name.partition(".")[0] in " ".join(record.missing) or "recorded" in " ".join(record.missing)
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "process_time.json"])
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "lag.json", "process_time.json"])
 def test_whatever_file_is_absent_there_is_a_page_that_says_so(run_folder, name):
     (run_folder / name).unlink()
     assert f"{name} is not there" in page_of(run_folder).text
@@ -196,7 +241,7 @@ def test_whatever_file_is_absent_there_is_a_page_that_says_so(run_folder, name):
 
 def test_an_empty_folder_gets_a_page_that_lists_what_is_missing(tmp_path):
     page = page_of(tmp_path)
-    for name in ("config.yaml", "metrics.jsonl", "process_time.json"):
+    for name in ("config.yaml", "metrics.jsonl", "lag.json", "process_time.json"):
         assert f"{name} is not there" in page.text
     assert page.images == []
 

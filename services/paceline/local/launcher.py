@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -20,7 +19,8 @@ from paceline.local.display import open_display
 from paceline.local.embedded import EmbeddedRedis
 from paceline.local.processes import ServiceProcess
 from paceline.local.scrape import Page, read_page
-from paceline.local.status import StatusReader
+from paceline.local.status import StatusReader, Watched
+from paceline.local.tally import Tally
 from paceline.process import StopSignal, limit_threads
 from paceline.report import write_report
 from paceline.rpc.client import open_channel
@@ -33,6 +33,10 @@ STOP_SECONDS = 12.0
 """From the stop signal to the last process; the services' own deadlines are shorter."""
 LOOK_SECONDS = 0.5
 """How often processes are looked after."""
+READ_SECONDS = 2.0
+"""How often their metrics are read at least: what a process counts after the last reading is lost with it."""
+WRITE_SECONDS = 5.0
+"""How often what they counted is written down."""
 
 _ADDRESS_KEYS = (
     "learner.listen",
@@ -54,7 +58,8 @@ def run(config: Config, *, resume: bool, plain: bool, stop: StopSignal, environm
     folder = _open_folder(config, resume)
     with (folder / "logs" / "launcher.log").open("a", encoding="utf-8") as log, ExitStack() as stack:
         configure_logging("launcher", run=config.run_id, file=log)
-        display = stack.enter_context(open_display(config, plain=plain))
+        title = f"{config.run_id}: {config.learner.algorithm.name} on {config.env.id}"
+        display = stack.enter_context(open_display(title, plain=plain))
         display.say(f"run {config.run_id}: files in {folder}")
         redis: EmbeddedRedis | None = None
         if config.replay.redis_url is None:
@@ -67,23 +72,42 @@ def run(config: Config, *, resume: bool, plain: bool, stop: StopSignal, environm
             services.start()
             if services.wait_until_healthy(stop):
                 display.say("every service is up: training")
-            reader, next_look = StatusReader(config, services.pages), 0.0
+            reader = StatusReader(Watched.of(config, title, began=time.monotonic()), services.pages)
+            read, show, write = _Every(READ_SECONDS), _Every(display.interval_seconds), _Every(WRITE_SECONDS)
             while not stop.is_set() and not services.look_after():
                 if redis is not None and redis.process.poll() is not None:
                     redis.restart()
                     display.say("the embedded Redis server had ended and runs again, on the same data")
-                if time.monotonic() >= next_look:
-                    next_look = time.monotonic() + display.interval_seconds
+                if show.is_due():
                     display.show(reader.read())
+                elif read.is_due():
+                    services.pages()
+                if write.is_due():
+                    services.write_tally(ended=False)
                 stop.wait(LOOK_SECONDS)
             display.say("stopping" if stop.is_set() else "the run is complete")
         finally:
             # A failed run leaves its figures too.
-            services.write_process_time()
+            services.pages()
+            services.write_tally(ended=True)
             services.stop()
             display.say(f"report: {write_report(folder)}")
         if stop.is_set():
             display.say(f"go on with: paceline train {folder} --resume")
+
+
+class _Every:
+    """Says when something is due that is to be done so often."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._next = seconds, 0.0
+
+    def is_due(self) -> bool:
+        """Whether so long has passed since it last was."""
+        if time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + self._seconds
+        return True
 
 
 class _Services:
@@ -101,8 +125,7 @@ class _Services:
         self._replays = _choose_replay_addresses(config)
         self._addresses["replay.address"] = ",".join(replay["replay.listen"] for replay in self._replays)
         self._processes: list[ServiceProcess] = []
-        self._last_pages: dict[str, Page] = {}
-        self._seconds: dict[str, dict[str, float]] = {}
+        self._tally = Tally(folder, config.run_id)
         self.learner: ServiceProcess
 
     def start(self) -> None:
@@ -149,33 +172,19 @@ class _Services:
     def look_after(self) -> bool:
         """Restart what a signal ended; whether the run is complete. Raises ServiceFailedError."""
         for process in self._processes:
-            if process.keep_alive():
-                # What the new process counts begins at 0 again.
-                for name in process.metrics_ports:
-                    self._add_seconds(name, self._last_pages.pop(name, Page()))
+            process.keep_alive()
         return self.learner.has_ended_well()
 
     def pages(self) -> dict[str, Page]:
         """The metrics of every process that answers, by its name."""
         pages = {name: read_page(port) for process in self._processes for name, port in process.metrics_ports.items()}
-        self._last_pages.update({name: page for name, page in pages.items() if page.samples})
+        self._tally.see(pages)
         return pages
 
-    def write_process_time(self) -> None:
-        """Write where each process spent its time, for the report."""
-        self.pages()
-        for name, page in self._last_pages.items():
-            self._add_seconds(name, page)
-        self._last_pages.clear()
-        path = self._folder / "process_time.json"
-        # A resumed run goes on with the seconds of its earlier parts.
-        earlier: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
-        for name, seconds in earlier.items():
-            for activity, value in seconds.items():
-                mine = self._seconds.setdefault(name, {})
-                mine[activity] = mine.get(activity, 0.0) + value
-        path.write_text(json.dumps(self._seconds, indent=1))
-        self._seconds = {}
+    def write_tally(self, *, ended: bool) -> None:
+        """Write down what the processes counted so far: of their time, for the report, and of lag."""
+        complete = any(process.name == "learner" and process.has_ended_well() for process in self._processes)
+        self._tally.write(ended=ended, complete=complete)
 
     def stop(self) -> None:
         """Stop every process, replay last, within STOP_SECONDS."""
@@ -212,11 +221,6 @@ class _Services:
     def _start_with_metrics(self, name: str, role: str, options: list[str]) -> None:
         key = f"{role}.metrics_listen"
         self._start(name, [role, *options], [], {name: key}, {key: _free_address()})
-
-    def _add_seconds(self, name: str, page: Page) -> None:
-        sums = self._seconds.setdefault(name, {})
-        for activity, seconds in page.activity_seconds().items():
-            sums[activity] = sums.get(activity, 0.0) + seconds
 
     def _is_serving(self, address: str) -> bool:
         with open_channel(address, self._config.rpc) as channel:

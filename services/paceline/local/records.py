@@ -44,7 +44,7 @@ def open_place(
     Raises:
         ConfigError: nothing says where the record is. NotFoundError: the folder has none.
     """
-    folder = _folder_of(run)
+    folder = folder_of(run)
     if folder is None:
         config = settings.load(None, [], environment)
         url = redis_url or _url_of(config)
@@ -143,7 +143,12 @@ class _Lines:
             Console(stderr=True).print(f"{self._what}: {done / max(total, 1):.0%}", highlight=False)
 
 
-def _folder_of(run: str) -> Path | None:
+def folder_of(run: str) -> Path | None:
+    """The folder of a run, given by it or by its id; None: there is no run of that id here.
+
+    Raises:
+        NotFoundError: it can only be a folder, and is none of a run.
+    """
     for folder in (Path(run), settings.build({}).run.directory / run):
         if (folder / "config.yaml").is_file():
             return folder

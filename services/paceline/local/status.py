@@ -8,22 +8,55 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from paceline.config import Config
-from paceline.local.scrape import Page
+from paceline.local import lag_metrics as names
+from paceline.local.scrape import Page, merge
 
 RATE_SECONDS = 10.0
 """Rates are taken over so long."""
 
-SYNC_ACTIVITIES = ("publishing", "snapshot_apply")
-"""What counts as weight synchronisation in the loops of learner and collectors."""
+
+@dataclass(frozen=True)
+class Watched:
+    """What is known of a run beside what it says on /metrics; None where it is not."""
+
+    title: str
+    table: str | None = None
+    """The table that is learned from; where it is not known, all tables count as one."""
+    environment_step_limit: int | None = None
+    capacity_rows: int | None = None
+    began: float | None = None
+    """Monotonic seconds; otherwise the run is as old as its learner process."""
+
+    @classmethod
+    def of(cls, config: Config, title: str, *, began: float | None = None) -> Watched:
+        """As the run's settings say."""
+        table = config.learner.table
+        return cls(
+            title,
+            table,
+            config.run.environment_steps,
+            config.replay.tables[table].capacity_rows * config.replay.shards,
+            began,
+        )
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What lag.max_lag_versions is, and does; None where that is not known."""
+
+    versions: float
+    paused_collectors: float | None
+    skipped_rows: float | None
+    masked_rows: float | None
 
 
 @dataclass(frozen=True)
 class RunStatus:
     """Figures of one moment; None where a figure is not known yet."""
 
-    seconds: float
+    seconds: float | None
     environment_steps: int | None
-    environment_step_limit: int
+    environment_step_limit: int | None
     steps_per_second: float | None
     learner_step: int | None
     updates_per_second: float | None
@@ -32,24 +65,30 @@ class RunStatus:
     evaluation_return: float | None
     published_version: int | None
     applied_versions: Mapping[str, int]
-    lag_p50: float | None
-    lag_p99: float | None
+    training_lag: tuple[float, float] | None
+    """Median and 99th percentile, in versions; so is the acting lag."""
+    acting_lag: tuple[float, float] | None
+    lag_parts: Mapping[str, float]
+    """Shares of the training lag, by part."""
+    bound: Bound | None
     collector_sync_share: float | None
     learner_sync_share: float | None
     replay_rows: int | None
-    replay_capacity: int
+    replay_capacity: int | None
     waiting: str | None
     """Which side the limiter holds back: insert or sample."""
 
     @property
-    def share_done(self) -> float:
+    def share_done(self) -> float | None:
         """0 to 1, by environment steps."""
+        if self.environment_step_limit is None:
+            return None
         return min((self.environment_steps or 0) / self.environment_step_limit, 1.0)
 
     @property
     def seconds_left(self) -> float | None:
         """At the present rate."""
-        if not self.steps_per_second or self.environment_steps is None:
+        if not self.steps_per_second or self.environment_steps is None or self.environment_step_limit is None:
             return None
         return max(self.environment_step_limit - self.environment_steps, 0) / self.steps_per_second
 
@@ -57,32 +96,33 @@ class RunStatus:
 class StatusReader:
     """Reads the pages and keeps what rates need."""
 
-    def __init__(self, config: Config, read_pages: Callable[[], Mapping[str, Page]]) -> None:
-        self._config, self._read_pages = config, read_pages
-        self._started = time.monotonic()
+    def __init__(self, watched: Watched, read_pages: Callable[[], Mapping[str, Page]]) -> None:
+        self._watched, self._read_pages = watched, read_pages
         self._pages: dict[str, Page] = {}
         self._limiter: tuple[float, dict[str, float]] | None = None
         self._history: deque[tuple[float, float | None, float | None]] = deque()
 
     def read(self) -> RunStatus:
         """The status now."""
-        # What was known of a process that is away for a moment, or has just ended, is still the run's figure.
-        self._pages.update({name: page for name, page in self._read_pages().items() if page.samples})
-        pages, now = self._pages, time.monotonic()
-        learner, endpoint = (pages.get(name, Page()) for name in ("learner", "endpoint"))
-        # The shards as if they were one.
-        replay = Page([sample for name, page in pages.items() if name.startswith("replay") for sample in page.samples])
-        collectors = [page for name, page in pages.items() if name.startswith("collector")]
+        if pages := self._read_pages():
+            # What was known of a process that is away for a moment, or has just ended, is still the run's figure. One
+            # that is not named any more, since another took its place, is none of the run's.
+            self._pages = {name: page if page.samples else self._pages.get(name, page) for name, page in pages.items()}
+        now = time.monotonic()
+        learner, endpoint, replay, collectors = map(self._of_service, ("learner", "endpoint", "replay", "collector"))
         steps = learner.value("paceline_learner_environment_steps")
         updates = learner.value("paceline_learner_step")
         self._history.append((now, steps, updates))
         while now - self._history[0][0] > RATE_SECONDS and len(self._history) > 2:
             self._history.popleft()
-        table = self._config.learner.table
+        watched = self._watched
+        table = {} if watched.table is None else {"table": watched.table}
+        parts = learner.by_label(names.PART_VERSIONS, "part")
+        whole = sum(parts.values())
         return RunStatus(
-            seconds=now - self._started,
+            seconds=sum(learner.activity_seconds().values()) or None if watched.began is None else now - watched.began,
             environment_steps=_whole(steps),
-            environment_step_limit=self._config.run.environment_steps,
+            environment_step_limit=watched.environment_step_limit,
             steps_per_second=self._rate(1),
             learner_step=_whole(updates),
             updates_per_second=self._rate(2),
@@ -94,14 +134,21 @@ class StatusReader:
                 index: int(version)
                 for index, version in endpoint.by_label("paceline_endpoint_applied_version", "collector").items()
             },
-            lag_p50=learner.quantile("paceline_learner_training_lag_versions", 0.5),
-            lag_p99=learner.quantile("paceline_learner_training_lag_versions", 0.99),
+            training_lag=_lag(learner, names.TRAINING_LAG),
+            acting_lag=_lag(collectors, names.ACTING_LAG),
+            lag_parts={part: versions / whole for part, versions in parts.items()} if whole else {},
+            bound=_bound(learner, endpoint),
             collector_sync_share=_sync_share(collectors),
-            learner_sync_share=_sync_share([learner]),
-            replay_rows=_whole(replay.by_label("paceline_replay_table_rows", "table").get(table)),
-            replay_capacity=self._config.replay.tables[table].capacity_rows * self._config.replay.shards,
+            learner_sync_share=_sync_share(learner),
+            replay_rows=_whole(replay.known_total("paceline_replay_table_rows", **table)),
+            replay_capacity=watched.capacity_rows
+            or _whole(replay.known_total("paceline_replay_table_capacity_rows", **table)),
             waiting=self._waiting_side(replay, now),
         )
+
+    def _of_service(self, service: str) -> Page:
+        """Its processes as if they were one."""
+        return merge(page for name, page in self._pages.items() if name.startswith(service))
 
     def _waiting_side(self, replay: Page, now: float) -> str | None:
         """The side that the limiter held back for most of the time since the last look, if any."""
@@ -123,13 +170,29 @@ class StatusReader:
         return ((last or 0.0) - (first or 0.0)) / (known[-1][0] - known[0][0])
 
 
-def _sync_share(pages: list[Page]) -> float | None:
-    seconds: dict[str, float] = {}
-    for page in pages:
-        for activity, value in page.activity_seconds().items():
-            seconds[activity] = seconds.get(activity, 0.0) + value
+def _lag(page: Page, name: str) -> tuple[float, float] | None:
+    spread = page.spread(name.format("versions"))
+    return None if spread is None else (spread.quantile(0.5), spread.quantile(0.99))
+
+
+def _bound(learner: Page, endpoint: Page) -> Bound | None:
+    versions = learner.value("paceline_learner_max_lag_versions")
+    if versions is None:
+        return None
+    return Bound(
+        versions,
+        endpoint.value("paceline_endpoint_paused_collectors"),
+        learner.value("paceline_learner_skipped_rows_total"),
+        learner.value("paceline_learner_masked_rows_total"),
+    )
+
+
+def _sync_share(page: Page) -> float | None:
+    seconds = {
+        activity: value for activity, value in page.activity_seconds().items() if activity not in names.STARTS_AND_ENDS
+    }
     whole = sum(seconds.values())
-    return sum(seconds.get(activity, 0.0) for activity in SYNC_ACTIVITIES) / whole if whole else None
+    return sum(seconds.get(activity, 0.0) for activity in names.SYNC_ACTIVITIES) / whole if whole else None
 
 
 def _whole(value: float | None) -> int | None:

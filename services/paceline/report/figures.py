@@ -28,9 +28,16 @@ _COLOURS = (
 )
 # Words in the names of activities in which a process waits for another: for a request, for credits, for the limiter.
 _WAITING = frozenset({"wait", "waiting", "idle", "receive", "credit", "limiter"})
+_PART_COLOURS = {
+    "transfer": "#2f6da3",
+    "rollout": "#e58e3a",
+    "queue": "#c8555b",
+    "residence": "#5bb5c9",
+    "unattributed": "#bcc4ce",
+}
 _GREYS = ("#d5dae1", "#bcc4ce", "#a3adb9", "#8b96a3")
 
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 10.5,
     "text.color": _INK,
@@ -71,29 +78,70 @@ def return_by_seconds(record: RunRecord) -> bytes:
 
 def training_lag(record: RunRecord) -> bytes:
     """Share of the trained rows by how many versions they lagged behind the learner."""
-    bounds = list(record.lag_rows)
-    last = max(index for index, rows in enumerate(record.lag_rows.values()) if rows)
+    return _lag(record.lag_rows, "training lag (policy versions)", "rows trained on (%)")
+
+
+def acting_lag(record: RunRecord) -> bytes:
+    """Share of the environment steps by how many versions the acting policy lagged behind the newest known."""
+    return _lag(record.lag.acting_steps, "acting lag (policy versions)", "environment steps (%)")
+
+
+def lag_parts(record: RunRecord) -> bytes:
+    """What the training lag of a row is made of on average, in versions and in seconds."""
+    rows = [
+        (unit, values)
+        for unit, values in (("versions", record.lag.part_versions), ("seconds", record.lag.part_seconds))
+        if sum(values.values()) > 0
+    ]
+    with mpl.rc_context(STYLE):
+        figure, axes = new_figure(height=1.35 + 0.5 * len(rows))
+        labels = []
+        for row, (unit, values) in enumerate(rows):
+            total, left = sum(values.values()), 0.0
+            labels.append(f"{total:.3g} {unit}")
+            for part, colour in _PART_COLOURS.items():
+                share = 100 * values.get(part, 0.0) / total
+                axes.barh(row, share, left=left, height=0.72, color=colour, edgecolor="white")
+                if share >= 6:
+                    ink = "white" if _is_dark(colour) else _INK
+                    axes.text(left + share / 2, row, f"{share:.0f}", ha="center", va="center", color=ink, fontsize=9)
+                left += share
+        for part, colour in _PART_COLOURS.items():
+            axes.barh(0, 0, color=colour, label=part)
+        axes.set_yticks(range(len(rows)), labels)
+        axes.tick_params(axis="y", length=0, labelcolor=_INK)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 100)
+        axes.set_xlabel("share of the mean training lag (%)")
+        axes.grid(visible=False, axis="y")
+        figure.legend(loc="outside upper center", ncols=5, fontsize=9.5, handlelength=1.0)
+        return svg(figure)
+
+
+def _lag(counts: Mapping[float, float], label: str, share_label: str) -> bytes:
+    bounds = list(counts)
+    last = max(index for index, count in enumerate(counts.values()) if count)
     bounds = bounds[: last + 1]
-    total = sum(record.lag_rows.values())
-    shares = [100 * record.lag_rows[bound] / total for bound in bounds]
-    with mpl.rc_context(_STYLE):
-        figure, axes = _new(height=3.4)
+    total = sum(counts.values())
+    shares = [100 * counts[bound] / total for bound in bounds]
+    with mpl.rc_context(STYLE):
+        figure, axes = new_figure(height=3.4)
         axes.bar(range(len(bounds)), shares, width=0.85, color=_LAG)
         tilt: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if len(bounds) > 14 else {}
         axes.set_xticks(range(len(bounds)), [lag_label(bound) for bound in bounds], **tilt)
-        axes.set_xlabel("training lag (policy versions)")
-        axes.set_ylabel("rows trained on (%)")
+        axes.set_xlabel(label)
+        axes.set_ylabel(share_label)
         axes.grid(visible=False, axis="x")
-        return _svg(figure)
+        return svg(figure)
 
 
 def process_time(record: RunRecord) -> bytes:
     """Share of its time that each process spent in each of its activities."""
     processes = list(record.process_seconds)
     colours = activity_colours(record.process_seconds)
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         rows_of_legend = math.ceil(len(colours) / 5)
-        figure, axes = _new(height=1.1 + 0.42 * len(processes) + 0.25 * rows_of_legend)
+        figure, axes = new_figure(height=1.1 + 0.42 * len(processes) + 0.25 * rows_of_legend)
         for row, process in enumerate(processes):
             total, left = sum(record.process_seconds[process].values()), 0.0
             for activity in sorted(record.process_seconds[process], key=list(colours).index):
@@ -112,7 +160,7 @@ def process_time(record: RunRecord) -> bytes:
         axes.set_xlabel("share of the process's time (%)")
         axes.grid(visible=False, axis="y")
         figure.legend(loc="outside upper center", ncols=5, fontsize=9.5, handlelength=1.0)
-        return _svg(figure)
+        return svg(figure)
 
 
 def lag_label(bound: float) -> str:
@@ -139,8 +187,8 @@ def activity_colours(process_seconds: Mapping[str, Mapping[str, float]]) -> dict
 
 
 def _returns(record: RunRecord, label: str, place: Callable[[Episode | Evaluation | Incarnation], float]) -> bytes:
-    with mpl.rc_context(_STYLE):
-        figure, axes = _new(height=3.8)
+    with mpl.rc_context(STYLE):
+        figure, axes = new_figure(height=3.8)
         _draw_episodes(axes, record.episodes, place)
         _draw_evaluations(axes, sorted(record.evaluations, key=place), place)
         for incarnation in record.incarnations[1:]:
@@ -162,7 +210,7 @@ def _returns(record: RunRecord, label: str, place: Callable[[Episode | Evaluatio
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         figure.legend(loc="outside upper right", ncols=3, fontsize=9.5)
-        return _svg(figure)
+        return svg(figure)
 
 
 def _draw_episodes(
@@ -198,13 +246,15 @@ def _draw_evaluations(
     )
 
 
-def _new(height: float) -> tuple[Figure, Axes]:
+def new_figure(height: float) -> tuple[Figure, Axes]:
+    """A figure of the page's width; height in inches. Make it, and draw in it, within the context of STYLE."""
     figure = Figure(figsize=(8.6, height), layout="constrained")
     FigureCanvasSVG(figure)
     return figure, figure.add_subplot()
 
 
-def _svg(figure: Figure) -> bytes:
+def svg(figure: Figure) -> bytes:
+    """The bytes of the figure's image."""
     buffer = BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True, dpi=144)
     return buffer.getvalue()

@@ -36,7 +36,7 @@ def render(record: RunRecord) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title} · Paceline</title>
-<style>{_STYLE}</style>
+<style>{STYLE}</style>
 </head>
 <body>
 <header>
@@ -46,7 +46,7 @@ def render(record: RunRecord) -> str:
 {"".join(_tiles(record))}</dl>
 </header>
 {"".join(_sections(record))}
-<footer>Paceline {escape(__version__)} · made from metrics.jsonl, config.yaml and process_time.json of this run</footer>
+<footer>Paceline {escape(__version__)} · made from the files in the folder of this run</footer>
 </body>
 </html>
 """
@@ -128,6 +128,23 @@ def _sections(record: RunRecord) -> Iterator[str]:
         None if record.lag_rows else "Nothing to draw yet: no training lag was recorded.",
     )
     yield _figure(
+        "Acting lag",
+        "How many policy versions lay between the newest that a collector knew of and the one that acted, at each of "
+        "its steps.",
+        figures.acting_lag,
+        record,
+        None if record.lag.acting_steps else "Nothing to draw: no acting lag was written.",
+    )
+    yield _figure(
+        "What the training lag is made of",
+        "Versions that were published, and seconds that passed, while the snapshot was on its way to the collector "
+        "(transfer), the row in a block that was not full (rollout), the block on its way into replay (queue), and the "
+        "row in its table (residence). The largest part names what to change: see paceline lag.",
+        figures.lag_parts,
+        record,
+        None if sum(record.lag.part_versions.values()) > 0 else "Nothing to draw: no parts of the lag were written.",
+    )
+    yield _figure(
         "Where each process spent its time",
         "Grey is waiting: for a peer, for rows, for the limiter. The process with the least grey is what holds the run "
         "back.",
@@ -145,11 +162,16 @@ def _sections(record: RunRecord) -> Iterator[str]:
 
 
 def _figure(title: str, caption: str, draw: Callable[[RunRecord], bytes], record: RunRecord, absent: str | None) -> str:
-    if absent is not None:
+    return figure_section(title, caption, None if absent is not None else draw(record), absent or "")
+
+
+def figure_section(title: str, caption: str, image: bytes | None, absent: str = "") -> str:
+    """A section with an SVG image, or with the sentence `absent` where there is none."""
+    if image is None:
         body = f'<p class="absent">{escape(absent)}</p>'
     else:
         # An image of its own, so that the ids within one figure never meet those of another.
-        data = base64.b64encode(draw(record)).decode("ascii")
+        data = base64.b64encode(image).decode("ascii")
         body = (
             f'<figure><img alt="{escape(title)}" src="data:image/svg+xml;base64,{data}">'
             f"<figcaption>{escape(caption)}</figcaption></figure>"
@@ -161,7 +183,7 @@ def _evaluations(record: RunRecord) -> str:
     if not record.evaluations:
         return '<section><h2>Evaluations</h2><p class="absent">None yet.</p></section>\n'
     rows = "".join(
-        _row(
+        table_row(
             f"{evaluation.incarnation}.{evaluation.version}",
             f"{evaluation.environment_steps:,}",
             f"{evaluation.learner_step:,}",
@@ -186,7 +208,7 @@ def _incarnations(incarnations: tuple[Incarnation, ...]) -> str:
     if len(incarnations) < 2:
         return ""
     rows = "".join(
-        _row(
+        table_row(
             str(incarnation.number),
             "resumed" if incarnation.resumed else "began" if incarnation is incarnations[0] else "began anew",
             f"{incarnation.environment_steps:,}",
@@ -202,12 +224,13 @@ def _incarnations(incarnations: tuple[Incarnation, ...]) -> str:
     )
 
 
-def _row(*cells: str, best: bool = False) -> str:
+def table_row(*cells: str, best: bool = False) -> str:
+    """A row of a table; `best` marks it."""
     mark = ' class="best"' if best else ""
     return f"<tr{mark}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
 
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light; --ink: #1f2a37; --faint: #6b7787; --line: #e4e8ee; --accent: #0b6e99; }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 2rem 1.25rem 3rem; max-width: 60rem; background: #f6f8fa; color: var(--ink);

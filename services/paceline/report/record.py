@@ -1,4 +1,4 @@
-"""What a run's folder says about the run: `metrics.jsonl`, `config.yaml` and `process_time.json`, read leniently.
+"""What a run's folder says about the run: its metrics.jsonl, config.yaml, lag.json, process_time.json, read leniently.
 
 A run that was killed leaves a torn last line and no process times, and one that has just begun has no evaluation. All
 of that is read as far as it goes, and `RunRecord.missing` says in sentences what is not there.
@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from paceline.errors import NotFoundError
+from paceline.report.lag import LagRecord, read_lag
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class RunRecord:
     episodes: tuple[Episode, ...]
     evaluations: tuple[Evaluation, ...]
     lag_rows: Mapping[float, int]
+    lag: LagRecord
     process_seconds: Mapping[str, Mapping[str, float]]
     missing: tuple[str, ...]
 
@@ -96,6 +98,7 @@ def read_run(run_folder: Path) -> RunRecord:
     missing: list[str] = []
     config_text, config = _read_config(run_folder / "config.yaml", missing)
     lines = _read_lines(run_folder / "metrics.jsonl", missing)
+    lag = read_lag(run_folder / "lag.json", missing)
     process_seconds = _read_process_seconds(run_folder / "process_time.json", missing)
     story = _Story()
     for line in lines:
@@ -130,6 +133,7 @@ def read_run(run_folder: Path) -> RunRecord:
         episodes=tuple(story.episodes),
         evaluations=tuple(story.evaluations),
         lag_rows=lag_rows,
+        lag=lag,
         process_seconds=process_seconds,
         missing=tuple(missing),
     )
