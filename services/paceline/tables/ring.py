@@ -312,10 +312,12 @@ class Ring:
         return [(begin, until_wrap)] if until_wrap == count else [(begin, until_wrap), (0, count - until_wrap)]
 
     def _copy_in(self, first_row: int, rows: ByteMatrix, stored_at: float | Seconds) -> None:
-        times, done = np.broadcast_to(np.asarray(stored_at, np.float64), len(rows)), 0
+        done = 0
         for position, count in self._pieces(first_row, first_row + len(rows)):
-            self._rows.write(position, rows[done : done + count])
-            self._stored_at[position : position + count] = times[done : done + count]
+            part = slice(done, done + count)
+            self._rows.write(position, rows[part])
+            times = stored_at[part] if isinstance(stored_at, np.ndarray) else stored_at
+            self._stored_at[position : position + count] = times
             done += count
 
     def _copy_out(self, first: int, end: int) -> tuple[ByteMatrix, Seconds]:
