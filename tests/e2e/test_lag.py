@@ -123,7 +123,7 @@ def _acted(folder: Path) -> float:
 
 def test_a_study_that_was_stopped_goes_on_and_draws_what_it_found(tmp_path):
     command = [
-        *PACELINE, "study", "lag", "configs/pendulum-sac.yaml", *SMALL, SPEED, "run.environment_steps=900",
+        *PACELINE, "study", "lag", "configs/pendulum-sac.yaml", *SMALL, SPEED, "run.environment_steps=3000",
         "learner.publish_every_updates=20", "evaluator.every_versions=5", "evaluator.episodes=2",
         "--versions", "0,3", "--seeds", "0", "--folder", str(tmp_path / "sweep"),
     ]  # fmt: skip

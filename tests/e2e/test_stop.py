@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,11 +11,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import redis
 
 from e2e.harness import PACELINE, ROOT, SMALL, records_of
 from paceline.local.embedded import EmbeddedRedis
+from paceline.rows import Column, transition_spec
+from redis_record import read_record
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -137,18 +141,9 @@ def test_a_run_whose_store_was_lost_goes_on_without_debt_and_without_random_acti
 
 def _random_rows(url: str) -> int:
     """Rows whose action was drawn uniformly from [-2, 2]: their log-density is that of no policy."""
-    import math
-
-    from paceline.rows import Block, Column, transition_spec
-    from paceline.v1 import rows_pb2
-
     spec = transition_spec(Column("observation", "float32", (3,)), Column("action", "float32", (1,)))
-    count = 0
     with redis.Redis.from_url(url) as client:
-        blocks = client.xrange("paceline:{apart}:table:transitions:blocks")
-    assert blocks
-    for _, fields in blocks:
-        header = rows_pb2.BlockHeader.FromString(fields[b"header"])
-        block = Block.from_bytes(spec, fields[b"rows"], row_count=header.row_count, digest=header.row_spec_digest)
-        count += int((abs(block.columns["behaviour_log_prob"] + math.log(4)) < 1e-6).sum())
-    return count
+        payloads = [payload for _, payload in read_record(client, "apart")]
+    assert payloads
+    densities = np.concatenate([np.frombuffer(payload, spec.dtype)["behaviour_log_prob"] for payload in payloads])
+    return int((abs(densities + math.log(4)) < 1e-6).sum())
