@@ -144,7 +144,7 @@ def test_a_study_that_was_stopped_goes_on_and_draws_what_it_found(tmp_path):
     none, three = study["by_versions"]
     # What was asked for is what was held; at the start nothing older is there yet.
     assert none["acting_lag"] < 0.5
-    assert 2 < three["acting_lag"] < 3.5
+    assert 1 < three["acting_lag"] < 3.5
     assert three["training_lag"] > none["training_lag"]
     assert (tmp_path / "sweep/study.html").read_text().count("data:image/svg+xml") == 2
     assert "The threshold is a return of" in second.stdout
