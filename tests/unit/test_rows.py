@@ -264,9 +264,6 @@ def test_a_spec_names_what_it_has_when_asked_for_what_it_has_not():
     assert "reward" in SPEC
     with pytest.raises(RowSpecError, match=r"'rewards'.*image, reward, version"):
         SPEC["rewards"]
-    SPEC.require([Column("reward", "float32")])
-    with pytest.raises(RowSpecError, match="float64"):
-        SPEC.require([Column("reward", "float64")])
 
 
 def test_the_first_rows_of_a_block_share_its_memory():

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -124,12 +123,6 @@ class RowSpec:
 
     def __contains__(self, name: object) -> bool:
         return name in self.offsets
-
-    def require(self, columns: Sequence[Column]) -> None:
-        """Raise RowSpecError unless each of these columns is here, with the same dtype and shape."""
-        for wanted in columns:
-            if self[wanted.name] != wanted:
-                raise RowSpecError(f"the row spec has {self[wanted.name]}: expected {wanted}")
 
     def require_digest(self, digest: bytes) -> None:
         """Raise RowSpecError if `digest` is not this spec's."""

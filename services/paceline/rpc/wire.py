@@ -20,18 +20,6 @@ _DATA_TYPES: dict[str, rows_pb2.DataType] = {
 _DTYPES = {value: name for name, value in _DATA_TYPES.items()}
 
 
-def data_type_to_wire(dtype: str) -> rows_pb2.DataType:
-    """The enum value of a dtype's name."""
-    return _DATA_TYPES[dtype]
-
-
-def data_type_from_wire(value: int) -> str:
-    """The dtype's name. Raises InvalidInputError for a value that this version does not know."""
-    if value not in _DTYPES:
-        raise InvalidInputError(f"data type {value}: expected one of {', '.join(_DATA_TYPES)}")
-    return _DTYPES[value]  # type: ignore[index]
-
-
 def row_spec_to_wire(spec: RowSpec) -> rows_pb2.RowSpec:
     """The message of a row spec."""
     return rows_pb2.RowSpec(
