@@ -333,6 +333,13 @@ def test_the_record_of_training_has_the_totals_of_its_moment():
     assert sum(first["training_lag_counts"].values()) == first["trained_rows"]
 
 
+def test_the_last_record_holds_every_row_that_was_trained_on():
+    run = Run(ScriptedSource(inserted=100), steps=110, start=Progress().beside(0, min_rows=100))
+    run.loop.run(StopSignal())
+    assert run.records[-1]["learner_step"] == run.algorithm.update_count == 10
+    assert run.records[-1]["trained_rows"] == run.value("trained_rows_total")
+
+
 def test_rows_beyond_the_bound_are_left_out_and_counted():
     source = LaggingSource([1, 4, 9, 10])
     source.inserted = 1

@@ -149,11 +149,12 @@ class Loop:
         self.progress = start
 
     def run(self, stop: StopSignal) -> bool:
-        """Train; whether the run reached its end. Ends with a checkpoint, and at the run's end with a snapshot.
+        """Train; whether the run reached its end. Ends with a record and a checkpoint, and at its end with a snapshot.
 
         Raises:
             NonFiniteError: a loss, gradient or weight is not finite; nothing of it was published.
         """
+        figures: Mapping[str, torch.Tensor] = {}
         while not self._budget.is_spent(self.progress):
             began = time.monotonic()
             batch = self._wait_for_batch(stop)
@@ -189,6 +190,8 @@ class Loop:
         finished = self._budget.is_spent(self.progress)
         self._clock.switch("finishing")
         self._lag.count()
+        if figures and self.progress.learner_step > self._last_recorded.learner_step:
+            self._record_figures(figures)  # so that the record holds every row that was trained on
         if finished:
             self.publish()
         self.checkpoint()
