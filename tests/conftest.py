@@ -16,7 +16,13 @@ settings.load_profile("paceline")
 END_TO_END = Path(__file__).parent / "e2e"
 
 
+@pytest.hookimpl(tryfirst=True)  # before the plugin that shares out the tests looks at their groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if END_TO_END in item.path.parents:
             item.add_marker(pytest.mark.slow)
+            # One whole system at a time: each of them has the machine's cores at work, and some own fixed ports.
+            item.add_marker(pytest.mark.xdist_group("e2e"))
+        else:
+            # A file stays together, for the sake of what its tests share.
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))

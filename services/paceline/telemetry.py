@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from threading import Lock, Thread
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 from wsgiref.simple_server import WSGIServer
 
 import numpy as np
 import numpy.typing as npt
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    ProcessCollector,
+    generate_latest,
+    make_wsgi_app,
+    start_http_server,
+)
 from prometheus_client.core import HistogramMetricFamily
 
 from paceline import __version__
 from paceline.errors import PortTakenError
+from paceline.health import Doing, Health, answering
 
 LAG_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 50, 64, 80, 100, 128, 160, 200, 256, 400, 600, 1000)
 """Versions. Dense where a healthy run lies, and finite for every lag that a bound may allow."""
 
 SECONDS_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+
+
+LAST_PAGE_VARIABLE = "_PACELINE_LAST_PAGE"
+"""Names the file of `MetricsServer.last_page` to a process that the launcher starts. No setting, so no name of one."""
 
 
 def configure_logging(service: str, *, file: TextIO | None = None, **fields: Any) -> None:
@@ -52,8 +67,10 @@ def _adder(**fields: Any) -> Any:
     return add
 
 
-def serve_metrics(registry: CollectorRegistry, listen: str, service: str) -> MetricsServer:
-    """Serve `registry` on /metrics at `listen` ("host:port"; port 0 takes any free one).
+def serve_metrics(
+    registry: CollectorRegistry, listen: str, service: str, health: Health | None = None
+) -> MetricsServer:
+    """Serve `registry` on /metrics at `listen` ("host:port"; port 0 takes any free one), and `health` beside it.
 
     Raises:
         PortTakenError: the port is not free.
@@ -70,21 +87,36 @@ def serve_metrics(registry: CollectorRegistry, listen: str, service: str) -> Met
             f"/metrics of {service} cannot listen on {listen}: {error.strerror}; "
             "stop what holds the port, or set another metrics_listen"
         ) from error
-    return MetricsServer(server, thread)
+    server.set_app(answering(health, make_wsgi_app(registry)))
+    return MetricsServer(server, thread, registry)
 
 
 class MetricsServer:
     """A running /metrics."""
 
-    def __init__(self, server: WSGIServer, thread: Thread) -> None:
-        self._server, self._thread = server, thread
+    last_page: ClassVar[Path | None] = None
+    """Where this process leaves its page when it serves it no more, for whoever adds up what it counted until its end;
+    set by who starts the process. None: nowhere."""
+
+    def __init__(self, server: WSGIServer, thread: Thread, registry: CollectorRegistry) -> None:
+        self._server, self._thread, self._registry = server, thread, registry
         self.port: int = server.server_port
 
     def close(self) -> None:
         """Stop serving."""
+        # The loop that serves looks up only twice a second: a socket that takes no more wakes it at once.
+        with suppress(OSError):
+            self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5)
+        if self.last_page is not None:
+            partial = self.last_page.with_suffix(".new")
+            try:
+                partial.write_bytes(generate_latest(self._registry))
+                partial.replace(self.last_page)
+            except OSError as error:  # figures of a second or two are not worth an end with an error
+                get_logger().warning("last_page_not_written", file=str(self.last_page), error=str(error))
 
 
 class BulkHistogram:
@@ -148,12 +180,23 @@ class ActivityClock:
     def __init__(self, counter: Counter, activities: tuple[str, ...], first: str) -> None:
         self._seconds = {activity: counter.labels(activity) for activity in activities}
         self._current, self._since = first, time.perf_counter()
+        self._doing = (first, self._since)
 
     def switch(self, activity: str) -> None:
         """From now on the time belongs to `activity`."""
         now = time.perf_counter()
         self._seconds[self._current].inc(now - self._since)
         self._current, self._since = activity, now
+        self._doing = (activity, now)
+
+    def turn(self) -> None:
+        """The same activity goes on, and the loop is alive: for each slice of a wait."""
+        self.switch(self._current)
+
+    def doing(self) -> Doing:
+        """What the loop does, and since how many seconds. From any thread."""
+        activity, since = self._doing
+        return activity, time.perf_counter() - since
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 import time
 import urllib.request
@@ -15,6 +14,7 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
+from free_ports import free_port
 from gated_environment import GATE
 from integration.peers import RUN_ID, Replay, make_actor, serve
 from integration.waiting import wait_until
@@ -23,16 +23,18 @@ from paceline.collector import main as collector
 from paceline.config import RpcConfig, build
 from paceline.envs import describe_environment
 from paceline.identity import PolicyIdentity
-from paceline.learner import parameter_service, run_service
+from paceline.learner import run_service
+from paceline.learner.collector_reports import CollectorReports
 from paceline.learner.endpoint_metrics import EndpointMetrics
-from paceline.learner.parameter_service import ParameterService
-from paceline.learner.publication import Publication, ServedSnapshot
 from paceline.learner.registry import RunRegistry
 from paceline.learner.run_service import RunDescription, RunService
 from paceline.process import StopSignal
 from paceline.rows import transition_spec
 from paceline.rpc.server import AioServer
 from paceline.rpc.wire import row_spec_to_wire, snapshot_header_to_wire
+from paceline.serving import parameter_service
+from paceline.serving.parameter_service import ParameterService
+from paceline.serving.publication import Publication, ServedSnapshot
 from paceline.snapshot import make_header, pack_state
 from paceline.v1 import parameters_pb2, run_pb2_grpc
 
@@ -85,15 +87,22 @@ class LagEndpoint:
         self.members = RunRegistry({}, max_collectors=8, silence_seconds=30.0, warmup_steps=0, collector_count=1)
         self.metrics = EndpointMetrics(self.registry, self.members, clock)
         self._description, self._ready = description, threading.Event()
+        self.incarnation = 1
+        """Of the learner that publishes from now on."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
         self._thread.start()
         assert self._ready.wait(20)
 
     async def _serve(self) -> None:
-        self.publication, self._ended = Publication(), asyncio.Event()
+        self.publication, self._ended = Publication("the learner"), asyncio.Event()
         self.parameters = HeldParameterService(
-            RUN_ID, self.publication, self.members, self.metrics, silence_seconds=30.0, clock=self.clock
+            RUN_ID,
+            self.publication,
+            CollectorReports(self.members, self.metrics),
+            self.metrics.polls,
+            silence_seconds=30.0,
+            clock=self.clock,
         )
 
         async def done(_: object) -> None:
@@ -172,7 +181,7 @@ class LagEndpoint:
             actor,
             payload,
             run_id=RUN_ID,
-            identity=PolicyIdentity(1, version),
+            identity=PolicyIdentity(self.incarnation, version),
             learner_step=version * UPDATES_PER_VERSION,
             environment_step_count=0,
             published_at=self.clock(),
@@ -192,7 +201,10 @@ class LagEndpoint:
 
 
 class LagRun:
-    """An endpoint, a replay service in memory, and a collector of one gated environment whose blocks have one row."""
+    """An endpoint, a replay service in memory, and a collector of one gated environment whose blocks have one row.
+
+    With `replay_address` rows go to the service there instead.
+    """
 
     def __init__(
         self,
@@ -204,17 +216,18 @@ class LagRun:
         n_step: int = 1,
         block_rows: int = 1,
         poll_seconds: float = 0.2,
+        replay_address: str | None = None,
     ) -> None:
         GATE.reset()
         description = describe_environment(build({"env": ENV}).env)
-        spec = transition_spec(description.observation, description.action)
+        self.spec = spec = transition_spec(description.observation, description.action)
         self.endpoint = LagEndpoint(
             learner_clock or clock,
             RunDescription(RUN_ID, 7, "transitions", row_spec_to_wire(spec), SEMANTICS.to_json()),
         )
         self.replay, self._clock = Replay(), clock
         self._replay_server, replay_port = serve(self.replay)
-        self._metrics_address = f"127.0.0.1:{_free_port()}"
+        self._metrics_address = f"127.0.0.1:{free_port()}"
         self.config = build(
             {
                 "run": {"id": RUN_ID, "directory": str(folder)},
@@ -224,7 +237,7 @@ class LagRun:
                     "address": f"127.0.0.1:{self.endpoint.port}",
                     "algorithm": {"name": "sac", "n_step": n_step},
                 },
-                "replay": {"address": f"127.0.0.1:{replay_port}"},
+                "replay": {"address": replay_address or f"127.0.0.1:{replay_port}"},
                 "collector": {
                     "environments": 1,
                     "block_rows": block_rows,
@@ -324,9 +337,3 @@ class LagRun:
             collector.run(self.config, index=None, stop=self.stop, clock=self._clock)
         except Exception as error:
             self.error = error
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import queue
-import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -18,6 +14,8 @@ import numpy as np
 import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from free_ports import free_port
+from integration.replay_program import start_replay
 from paceline.config import Config, build
 from paceline.process import StopSignal
 from paceline.replay.main import run
@@ -47,11 +45,6 @@ def wait_until(condition: Callable[[], T], what: str, seconds: float = SECONDS) 
         assert time.monotonic() < until, f"not within {seconds:g} s: {what}"
         threading.Event().wait(0.02)
     return value
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def make_config(
@@ -238,19 +231,6 @@ class ReplayThread:
             self.error = error
 
 
-_PROGRAM = """
-import json, sys
-from paceline.config import build
-from paceline.process import StopSignal, tune_allocator
-from paceline.replay.main import run
-from paceline.telemetry import configure_logging
-tune_allocator()
-stop = StopSignal.install()
-configure_logging("replay")
-run(build(json.loads(sys.argv[1])), resume=sys.argv[2] == "resume", stop=stop)
-"""
-
-
 class ReplayProcess:
     """The service in a process of its own, to be killed."""
 
@@ -259,16 +239,19 @@ class ReplayProcess:
         tree = config.model_dump(mode="json")
         assert config.replay.redis_url is not None
         tree["replay"]["redis_url"] = config.replay.redis_url.get_secret_value()
-        arguments = [json.dumps(tree), "resume" if resume else "new"]
-        self.process = subprocess.Popen([sys.executable, "-c", _PROGRAM, *arguments])
+        self.process = start_replay(tree, resume=resume)
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(SECONDS)
+        self.process.join(SECONDS)
+
+    def metrics(self) -> dict[str, float]:
+        return read_metrics(self.config)
 
     def stop(self) -> None:
         self.process.terminate()
-        assert self.process.wait(SECONDS) == 0
+        self.process.join(SECONDS)
+        assert self.process.exitcode == 0
 
 
 def read_metrics(config: Config) -> dict[str, float]:

@@ -42,14 +42,16 @@ EXPECTED = {
 """UNKNOWN and INTERNAL are missing: no input may raise what the service does not name."""
 
 GROWTH_BYTES = 100 << 20
-MUTATIONS = 2_000
+MUTATIONS = [500, pytest.param(2_000, marks=pytest.mark.slow)]
 """Of each RPC's valid messages."""
+EXAMPLES = [75, pytest.param(300, marks=pytest.mark.slow)]
+"""Of each RPC's well-formed messages."""
 
 
 @pytest.fixture
-def client(redis_server, serve) -> Client:
+def client(bundled_redis, serve) -> Client:
     config = make_config(
-        redis_server.url,
+        bundled_redis.url,
         capacity=5_000,
         table={"sampler": "prioritised"},
         limiter={"min_rows": 1, "deadline_seconds": 0.01},
@@ -131,12 +133,13 @@ def require_unharmed(client: Client) -> None:
     assert (answer.stored_row_count, answer.duplicate) == (1, False)
 
 
+@pytest.mark.parametrize("count", MUTATIONS)
 @pytest.mark.parametrize("rpc", RPCS)
-def test_valid_messages_that_were_mutated_are_answered_and_harm_nobody(client, rpc):
+def test_valid_messages_that_were_mutated_are_answered_and_harm_nobody(client, rpc, count):
     chance, messages = random.Random(RPCS.index(rpc)), valid_messages()[rpc]
     before = memory_bytes()
     seen = set()
-    for _ in range(MUTATIONS):
+    for _ in range(count):
         kinds = [mutated(chance, chance.choice(messages))]
         if rpc in STREAMS and chance.random() < 0.1:  # what comes later in a stream is no safer
             kinds.insert(0, chance.choice(messages))
@@ -207,11 +210,12 @@ MESSAGES = {
 }
 
 
+@pytest.mark.parametrize("count", EXAMPLES)
 @pytest.mark.parametrize("rpc", RPCS)
-def test_well_formed_messages_with_senseless_values_are_answered_and_harm_nobody(client, rpc):
+def test_well_formed_messages_with_senseless_values_are_answered_and_harm_nobody(client, rpc, count):
     before = memory_bytes()
 
-    @settings(max_examples=300, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=count, database=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(MESSAGES[rpc], min_size=1, max_size=3))
     def check(messages: list[bytes]) -> None:
         assert call(client, rpc, messages) in EXPECTED

@@ -502,8 +502,7 @@ def test_sampling_begins_before_the_table_is_whole_and_blocks_wait_for_it(redis_
         client.append(request(number + 1, numbered(number)))
     replay.stop()
 
-    held = [0.3]  # of each reply, so that the restore takes many looks, however fast the machine is
-    slow.delay = lambda: held[0]
+    slow.only, slow.pass_first = b"MGET", 2  # the rest of the rows is held until they were looked for
     replay, client = serve(
         make_config(slow.url, limiter={"min_rows": 600}, rpc={"drain_seconds": 1}), resume=True, ready=False
     )
@@ -519,7 +518,7 @@ def test_sampling_begins_before_the_table_is_whole_and_blocks_wait_for_it(redis_
             answer = following.next()
             assert answer.first_row == len(got) or not answer.row_count
             got += np.frombuffer(answer.rows, spec.dtype)["value"].tolist()
-            held[0] = 0.0
+            slow.released.set()
     assert got == list(range(6500))
     assert next(waiting).stored_row_count == 500
     assert replay.metrics()[f'paceline_replay_table_whole{{table="{TABLE}"}}'] == 1

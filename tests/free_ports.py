@@ -1,0 +1,24 @@
+"""Ports for servers that a test starts later, or stops and starts again: chosen now, and still free then."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+
+# Below what Linux gives to those who ask for any port (32768 and up): between its choice and its use, none of these is
+# given to somebody else. Test processes that run at the same time begin far from one another.
+_FIRST, _COUNT = 10_000, 22_000
+_numbers = itertools.count(os.getpid() * 397)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on, and that this process chooses only once."""
+    for number in _numbers:
+        port = _FIRST + number % _COUNT
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return port
+    raise AssertionError("the numbers do not end")
