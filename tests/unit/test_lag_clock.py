@@ -37,6 +37,54 @@ def test_the_true_offset_is_within_the_uncertainty_whatever_ways_holds_and_drift
         assert abs(estimate.seconds - truth) <= estimate.uncertainty_seconds + 1e-9
 
 
+@given(
+    offsets=st.lists(st.floats(-1e5, 1e5), min_size=2, max_size=4),
+    drifts=st.lists(st.floats(-DRIFT / 2, DRIFT / 2), min_size=4, max_size=4),
+    trips=st.lists(st.tuples(seconds, seconds, seconds, seconds), min_size=4, max_size=20),
+    later=st.floats(0, 1000),
+)
+def test_the_true_offset_is_within_what_is_uncertain_on_all_of_the_way_through_relays(offsets, drifts, trips, later):
+    """Each relay tells the clock of the first peer as it estimates it, and the last caller takes that for the truth."""
+
+    def time_at(place, true_time):
+        return true_time + offsets[place] + drifts[place] * true_time
+
+    def told_by(place, true_time):
+        """The first one's time and its uncertainty, as a place tells it; None while it does not know."""
+        own = time_at(place, true_time)
+        if place == 0:
+            return own, 0.0
+        estimate = clocks[place].offset(own)
+        return None if estimate is None else (estimate.to_peer(own), estimate.uncertainty_seconds)
+
+    last, now = len(offsets) - 1, 0.0
+    clocks = {place: PeerClock(window=4) for place in range(1, last + 1)}
+    for number, (pause, there, held, back) in enumerate(trips):
+        place = number % last + 1
+        sent = now + pause
+        arrived, answered = sent + there, sent + there + held
+        now = answered + back
+        if (told := told_by(place - 1, answered)) is not None:
+            clocks[place].add(
+                time_at(place, sent),
+                told[0],
+                time_at(place, now),
+                held_seconds=max(time_at(place - 1, answered) - time_at(place - 1, arrived), 0.0),
+                peer_uncertainty_seconds=told[1],
+            )
+    for moment in (now, now + later):
+        told = told_by(last, moment)
+        assert told is not None
+        assert abs(told[0] - time_at(0, moment)) <= told[1] + 1e-9
+
+
+@pytest.mark.parametrize("uncertainty", [-1.0, float("nan"), float("inf")])
+def test_a_round_trip_whose_uncertainty_cannot_be_is_passed_over(uncertainty):
+    clock = PeerClock()
+    clock.add(100.0, 160.25, 100.5, peer_uncertainty_seconds=uncertainty)
+    assert clock.offset(101.0) is None
+
+
 def test_nothing_is_known_before_the_first_round_trip():
     assert PeerClock().offset(100.0) is None
 

@@ -193,6 +193,20 @@ def test_a_poll_of_a_place_that_was_never_given_out_is_not_noted(make: Make, ind
     assert [state.applied for state in registry.alive()] == [None]
 
 
+def test_a_report_that_another_overtook_is_a_sign_of_life_and_nothing_else(make: Make, clock: Clock) -> None:
+    registry = make()
+    place = registry.join(COLLECTOR, 0, "a")
+    registry.polled(0, place.incarnation, PolicyIdentity(1, 7), paused=False)
+    clock.now += SILENCE_SECONDS - 1
+    assert registry.polled(0, place.incarnation, PolicyIdentity(1, 6), paused=True)
+    clock.now += SILENCE_SECONDS - 1
+    [state] = registry.alive()
+    assert (state.applied, state.paused) == (PolicyIdentity(1, 7), False)
+    registry.polled(0, place.incarnation, PolicyIdentity(2, 3), paused=True)
+    [state] = registry.alive()
+    assert (state.applied, state.paused) == (PolicyIdentity(2, 3), True)
+
+
 def test_an_evaluation_is_new_once(make: Make) -> None:
     registry = make()
     assert [registry.begin_evaluation(PolicyIdentity(1, version)) for version in (5, 5, 6, 5)] == [

@@ -59,7 +59,15 @@ class PeerClock:
         self._round_trips: deque[_RoundTrip] = deque(maxlen=window)
         self._drift = drift
 
-    def add(self, sent: float, peer_time: float, received: float, *, held_seconds: float = 0.0) -> bool:
+    def add(
+        self,
+        sent: float,
+        peer_time: float,
+        received: float,
+        *,
+        held_seconds: float = 0.0,
+        peer_uncertainty_seconds: float = 0.0,
+    ) -> bool:
         """Take in a round trip; whether one of the clocks was set since the last, so that those before count no more.
 
         A round trip that cannot be (received before it was sent, say, since one's own clock was set meanwhile) is
@@ -69,15 +77,19 @@ class PeerClock:
             sent, received: by one's own clock.
             peer_time: by the peer's, when it answered.
             held_seconds: how long the peer kept the request before that, as it does with a long poll.
+            peer_uncertainty_seconds: how far `peer_time` may be off, where who answered estimates the peer's clock
+                itself, as a relay does.
         """
         round_trip = received - sent - held_seconds
-        if not math.isfinite(round_trip + peer_time) or held_seconds < 0:
+        if not math.isfinite(round_trip + peer_time + peer_uncertainty_seconds):
+            return False
+        if held_seconds < 0 or peer_uncertainty_seconds < 0:
             return False
         if round_trip < -self._drift * held_seconds - RESOLUTION_SECONDS:
             return False
         latest = _RoundTrip(
             offset_seconds=peer_time - (sent + held_seconds + received) / 2,
-            half_seconds=max(round_trip, 0.0) / 2 + RESOLUTION_SECONDS,
+            half_seconds=max(round_trip, 0.0) / 2 + peer_uncertainty_seconds + RESOLUTION_SECONDS,
             began=sent,
         )
         before = self.offset(received)

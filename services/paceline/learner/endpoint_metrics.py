@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from paceline.identity import PolicyIdentity
 from paceline.lag.publications import Publication, Publications
 from paceline.learner.registry import CollectorState, RunRegistry
+from paceline.serving.metrics import PollMetrics
 from paceline.telemetry import LAG_BUCKETS, SECONDS_BUCKETS
 
-POLL_RESULTS = ("snapshot", "not_modified", "refused", "unavailable", "cancelled")
 ACTIVITIES = ("waiting", "taking_snapshot", "recording")
 _KEPT_VERSIONS = 2_000
 _KEPT_RETURNS = 100
@@ -39,26 +39,11 @@ class EndpointMetrics(Collector):
         self._lock = Lock()
         self._returns: deque[float] = deque(maxlen=_KEPT_RETURNS)
         self._evaluation: tuple[PolicyIdentity, float] | None = None
-        polls = Counter(
-            "paceline_endpoint_polls_total",
-            "Answered GetSnapshot calls by result. Bad: refused (a peer of another run or release), unavailable.",
-            ["result"],
-            registry=registry,
-        )
-        self._polls = {result: polls.labels(result) for result in POLL_RESULTS}
-        self.waiting_polls = Gauge(
-            "paceline_endpoint_waiting_polls",
-            "GetSnapshot calls held until something newer is there. Bad: 0 while collectors live.",
-            registry=registry,
-        )
-        self.sent_bytes = Counter(
-            "paceline_endpoint_snapshot_sent_bytes_total",
-            "Bytes of snapshots sent. Bad: near what the network carries.",
-            registry=registry,
-        )
+        self.polls = PollMetrics(registry, "endpoint")
         self.poll_lag_versions = Histogram(
             "paceline_endpoint_poll_lag_versions",
-            "Versions between the published one and the one a collector acts with, at each of its polls. "
+            "Versions between the published one and the one a collector acts with, at each of its polls, or as often "
+            "as a relay tells of it. "
             "Bad: above 1 or 2 for long: snapshots come faster than collectors apply them.",
             buckets=LAG_BUCKETS,
             registry=registry,
@@ -86,10 +71,6 @@ class EndpointMetrics(Collector):
             registry=registry,
         )
         registry.register(self)
-
-    def count_poll(self, result: str) -> None:
-        """Count an answered poll by one of `POLL_RESULTS`."""
-        self._polls[result].inc()
 
     def observe_poll(self, applied: PolicyIdentity | None) -> None:
         """Observe how far a polling collector is behind; nothing while either side has no snapshot."""

@@ -23,13 +23,13 @@ from prometheus_client import CollectorRegistry
 
 from paceline.config import Config
 from paceline.errors import PacelineError, UnavailableError
+from paceline.health import Health
 from paceline.identity import PolicyIdentity
-from paceline.learner import parameter_service, run_service
+from paceline.learner import run_service
+from paceline.learner.collector_reports import CollectorReports
 from paceline.learner.control import Message, read_message
 from paceline.learner.endpoint_metrics import ACTIVITIES, EndpointMetrics
 from paceline.learner.ledger import EndpointLedger, Members
-from paceline.learner.parameter_service import ParameterService
-from paceline.learner.publication import Publication, ServedSnapshot
 from paceline.learner.recorder import Recorder
 from paceline.learner.registry import RunRegistry
 from paceline.learner.run_service import Records, RunDescription, RunService
@@ -37,11 +37,17 @@ from paceline.learner.snapshot_memory import SnapshotMemory
 from paceline.process import tune_allocator
 from paceline.rpc.server import AioServer
 from paceline.rpc.wire import seconds_of
+from paceline.serving import parameter_service
+from paceline.serving.parameter_service import ParameterService
+from paceline.serving.publication import Publication, ServedSnapshot
 from paceline.telemetry import ActivityClock, MetricsServer, configure_logging, get_logger, serve_metrics
 from paceline.v1 import parameters_pb2, rows_pb2, run_pb2_grpc
 
 ORPHAN_DRAIN_SECONDS = 1.0
 """When the training process died, calls in progress may finish for so long: a new learner wants the port."""
+
+TURN_SECONDS = 1.0
+"""How often the event loop shows that it turns."""
 
 
 class EndpointProcess:
@@ -76,11 +82,12 @@ class EndpointProcess:
         self._recorder = Recorder(config.run_folder)
         cleanup.callback(self._recorder.close)
         self._recall()
-        self._publication = Publication()
+        self._publication = Publication("the learner")
         # One thread each, so that what they do stays in order: versions and places, records, copies of snapshots.
         self._disk, self._records, self._copies = (cleanup.enter_context(ThreadPoolExecutor(1)) for _ in range(3))
         self._pending: ServedSnapshot | None = None
         self._pending_changed = asyncio.Condition()
+        self._health = Health(config.run.stuck_seconds, unready="no snapshot is served yet")
         self._serving_version = 0
 
         prometheus = CollectorRegistry()
@@ -88,8 +95,8 @@ class EndpointProcess:
         parameters = ParameterService(
             config.run_id,
             self._publication,
-            self._registry,
-            self._metrics,
+            CollectorReports(self._registry, self._metrics),
+            self._metrics.polls,
             silence_seconds=config.learner.silence_seconds,
         )
         run = RunService(
@@ -113,9 +120,10 @@ class EndpointProcess:
             config.rpc,
             services=[parameter_service.SERVICE_NAME, run_service.SERVICE_NAME],
             register=[parameters.register, partial(run_pb2_grpc.add_RunServiceServicer_to_server, run)],
+            security=config.security,
         )
         self._metrics_server: MetricsServer = serve_metrics(
-            prometheus, config.learner.endpoint_metrics_listen, "endpoint"
+            prometheus, config.learner.endpoint_metrics_listen, "endpoint", self._health
         )
         cleanup.callback(self._metrics_server.close)
         self._clock = ActivityClock(self._metrics.activity_seconds, ACTIVITIES, "waiting")
@@ -134,6 +142,7 @@ class EndpointProcess:
         tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._obey(reader)),
             asyncio.create_task(self._serve_pending()),
+            asyncio.create_task(self._turn()),
         ]
         reason, seconds = "the endpoint failed", ORPHAN_DRAIN_SECONDS
         try:
@@ -144,6 +153,7 @@ class EndpointProcess:
                 else:
                     reason = "the learner died"
         finally:
+            self._health.set_unready(reason)
             self._publication.end(reason)
             await self._server.set_serving(False)
             for task in tasks:
@@ -152,6 +162,12 @@ class EndpointProcess:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._server.stop(), seconds)
             log.info("endpoint_ended", reason=reason)
+
+    async def _turn(self) -> None:
+        """Tell, each second, that this event loop turns."""
+        while True:
+            self._health.turn()
+            await asyncio.sleep(TURN_SECONDS)
 
     async def _obey(self, reader: asyncio.StreamReader) -> bool:
         """Do what the training process says; whether it said to end (otherwise it is gone)."""
@@ -170,6 +186,7 @@ class EndpointProcess:
                     get_logger().info("run_finished")
                 case "fail":
                     await self._server.set_serving(False)
+                    self._health.set_unready(message.fields["reason"])
                     self._publication.end(message.fields["reason"])
                     get_logger().info("learner_failed")  # which says why itself, once
                 case "close":
@@ -217,6 +234,7 @@ class EndpointProcess:
             self._publication.serve(snapshot)
             if first and self._publication.is_serving:
                 await self._server.set_serving(True)
+                self._health.set_ready()
             async with self._pending_changed:
                 if self._pending is snapshot:
                     self._pending = None

@@ -129,14 +129,17 @@ class RunRegistry:
             return {role: dict(places) for role, places in self._incarnations.items()}
 
     def polled(self, index: int, incarnation: int, applied: PolicyIdentity | None, *, paused: bool = False) -> bool:
-        """Note what a collector acts with; whether it was noted: not when it was replaced, or never joined."""
+        """Note what a collector acts with; whether it was noted: not when it was replaced, or never joined.
+
+        Reports may come on several ways, through relays too, and overtake each other. A collector never goes back to
+        an older snapshot, so one that names an older one than is known is a sign of life and nothing else.
+        """
         with self._lock:
             if self._incarnations[COLLECTOR].get(index) != incarnation:
                 return False
             holder = self._hear(index, incarnation)
-            holder.paused = paused
-            if applied is not None:
-                holder.applied = applied
+            if applied is None or holder.applied is None or applied >= holder.applied:
+                holder.applied, holder.paused = applied or holder.applied, paused
             return True
 
     def begin_report(self, index: int, incarnation: int, sequence: int, environment_steps: int) -> bool:

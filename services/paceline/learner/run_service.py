@@ -13,10 +13,10 @@ from paceline.errors import InvalidInputError
 from paceline.identity import PolicyIdentity, require_same_run
 from paceline.learner.endpoint_metrics import EndpointMetrics
 from paceline.learner.ledger import Members
-from paceline.learner.parameter_service import require_protocol
-from paceline.learner.publication import Publication
 from paceline.learner.registry import COLLECTOR, EVALUATOR, RunRegistry
 from paceline.rpc.wire import identity_from_wire
+from paceline.serving.parameter_service import require_protocol
+from paceline.serving.publication import Publication
 from paceline.v1 import rows_pb2, run_pb2, run_pb2_grpc
 
 SERVICE_NAME = run_pb2.DESCRIPTOR.services_by_name["RunService"].full_name

@@ -25,7 +25,13 @@ class LearnerClock:
         """Take in a poll that was sent and answered at these times of one's own clock."""
         received_there, answered = seconds_of(times.received_at), seconds_of(times.answered_at)
         with self._lock:
-            was_set = self._peer.add(sent, answered, received, held_seconds=answered - received_there)
+            was_set = self._peer.add(
+                sent,
+                answered,
+                received,
+                held_seconds=answered - received_there,
+                peer_uncertainty_seconds=seconds_of(times.uncertainty),
+            )
             self._known = self._peer.offset(received)
         if was_set:
             get_logger().warning("clock_was_set", offset_seconds=None if self._known is None else self._known.seconds)

@@ -12,15 +12,16 @@ from paceline.v1 import run_pb2, run_pb2_grpc
 
 
 class LogFirstWait:
-    """Logs the first wait of a call with its reason; the waits after it tell nothing new."""
+    """Logs the first wait of a call with its reason, once for each kind of failure: the others tell nothing new."""
 
     def __init__(self, event: str) -> None:
-        self._event, self._told = event, False
+        self._event = event
+        self._told: set[type[PacelineError]] = set()
 
     def __call__(self, error: PacelineError, seconds: float) -> None:
         """Take note of a failure, after which the call waits for `seconds`."""
-        if not self._told:
-            self._told = True
+        if type(error) not in self._told:
+            self._told.add(type(error))
             get_logger().warning(self._event, reason=str(error))
 
 

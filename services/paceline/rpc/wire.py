@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from paceline.errors import InvalidInputError, RowSpecError, SnapshotError
@@ -61,8 +62,8 @@ def timestamp(seconds: float | None = None) -> Timestamp:
     return Timestamp(seconds=nanos // 10**9, nanos=nanos % 10**9)
 
 
-def seconds_of(stamp: Timestamp) -> float:
-    """Seconds since 1970."""
+def seconds_of(stamp: Timestamp | Duration) -> float:
+    """Seconds since 1970, or of a duration."""
     return stamp.seconds + stamp.nanos * 1e-9
 
 

@@ -28,29 +28,29 @@ from paceline.v1 import rows_pb2 as paceline_dot_v1_dot_rows__pb2
 from paceline.v1 import times_pb2 as paceline_dot_v1_dot_times__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/v1/parameters.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16paceline/v1/rows.proto\x1a\x17paceline/v1/times.proto\"6\n\x0ePolicyIdentity\x12\x13\n\x0bincarnation\x18\x01 \x01(\x05\x12\x0f\n\x07version\x18\x02 \x01(\x03\"\xd9\x01\n\x12GetSnapshotRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\x05\x12)\n\x04have\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.PolicyIdentity\x12\'\n\x04wait\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x07replica\x18\x05 \x01(\x0b\x32\x1a.paceline.v1.ReplicaReport\x12\x18\n\x10\x61t_least_version\x18\x06 \x01(\x03\"\x85\x01\n\rReplicaReport\x12\x17\n\x0f\x63ollector_index\x18\x01 \x01(\x05\x12\x1d\n\x15\x63ollector_incarnation\x18\x02 \x01(\x05\x12,\n\x07\x61pplied\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.PolicyIdentity\x12\x0e\n\x06paused\x18\x04 \x01(\x08\"\xb8\x01\n\x13GetSnapshotResponse\x12\x30\n\x0cnot_modified\x18\x01 \x01(\x0b\x32\x18.paceline.v1.NotModifiedH\x00\x12-\n\x06header\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.SnapshotHeaderH\x00\x12\x0f\n\x05\x63hunk\x18\x03 \x01(\x0cH\x00\x12\'\n\x05times\x18\x04 \x01(\x0b\x32\x18.paceline.v1.AnswerTimesB\x06\n\x04part\"d\n\x0bNotModified\x12+\n\x06newest\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.PolicyIdentity\x12(\n\trun_state\x18\x02 \x01(\x0e\x32\x15.paceline.v1.RunState\"\xf4\x02\n\x0eSnapshotHeader\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12-\n\x08identity\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.PolicyIdentity\x12\x14\n\x0clearner_step\x18\x03 \x01(\x03\x12\x1e\n\x16\x65nvironment_step_count\x18\x04 \x01(\x03\x12\x30\n\x0cpublished_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rpayload_bytes\x18\x06 \x01(\x03\x12\x13\n\x0b\x63hunk_count\x18\x07 \x01(\x05\x12\x16\n\x0epayload_sha256\x18\x08 \x01(\x0c\x12/\n\x07tensors\x18\t \x03(\x0b\x32\x1e.paceline.v1.TensorDescription\x12\x1c\n\x14\x61\x63tor_semantics_json\x18\n \x01(\t\x12(\n\trun_state\x18\x0b \x01(\x0e\x32\x15.paceline.v1.RunState\"Z\n\x11TensorDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\tdata_type\x18\x02 \x01(\x0e\x32\x15.paceline.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x03*T\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_STATE_RUNNING\x10\x01\x12\x16\n\x12RUN_STATE_FINISHED\x10\x02\x32\x66\n\x10ParameterService\x12R\n\x0bGetSnapshot\x12\x1f.paceline.v1.GetSnapshotRequest\x1a .paceline.v1.GetSnapshotResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/v1/parameters.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16paceline/v1/rows.proto\x1a\x17paceline/v1/times.proto\"6\n\x0ePolicyIdentity\x12\x13\n\x0bincarnation\x18\x01 \x01(\x05\x12\x0f\n\x07version\x18\x02 \x01(\x03\"\x84\x02\n\x12GetSnapshotRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\x05\x12)\n\x04have\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.PolicyIdentity\x12\'\n\x04wait\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x07replica\x18\x05 \x01(\x0b\x32\x1a.paceline.v1.ReplicaReport\x12\x18\n\x10\x61t_least_version\x18\x06 \x01(\x03\x12)\n\x05\x62\x65low\x18\x07 \x03(\x0b\x32\x1a.paceline.v1.ReplicaReport\"\x85\x01\n\rReplicaReport\x12\x17\n\x0f\x63ollector_index\x18\x01 \x01(\x05\x12\x1d\n\x15\x63ollector_incarnation\x18\x02 \x01(\x05\x12,\n\x07\x61pplied\x18\x03 \x01(\x0b\x32\x1b.paceline.v1.PolicyIdentity\x12\x0e\n\x06paused\x18\x04 \x01(\x08\"\xb8\x01\n\x13GetSnapshotResponse\x12\x30\n\x0cnot_modified\x18\x01 \x01(\x0b\x32\x18.paceline.v1.NotModifiedH\x00\x12-\n\x06header\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.SnapshotHeaderH\x00\x12\x0f\n\x05\x63hunk\x18\x03 \x01(\x0cH\x00\x12\'\n\x05times\x18\x04 \x01(\x0b\x32\x18.paceline.v1.AnswerTimesB\x06\n\x04part\"d\n\x0bNotModified\x12+\n\x06newest\x18\x01 \x01(\x0b\x32\x1b.paceline.v1.PolicyIdentity\x12(\n\trun_state\x18\x02 \x01(\x0e\x32\x15.paceline.v1.RunState\"\xf4\x02\n\x0eSnapshotHeader\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12-\n\x08identity\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.PolicyIdentity\x12\x14\n\x0clearner_step\x18\x03 \x01(\x03\x12\x1e\n\x16\x65nvironment_step_count\x18\x04 \x01(\x03\x12\x30\n\x0cpublished_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x15\n\rpayload_bytes\x18\x06 \x01(\x03\x12\x13\n\x0b\x63hunk_count\x18\x07 \x01(\x05\x12\x16\n\x0epayload_sha256\x18\x08 \x01(\x0c\x12/\n\x07tensors\x18\t \x03(\x0b\x32\x1e.paceline.v1.TensorDescription\x12\x1c\n\x14\x61\x63tor_semantics_json\x18\n \x01(\t\x12(\n\trun_state\x18\x0b \x01(\x0e\x32\x15.paceline.v1.RunState\"Z\n\x11TensorDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\tdata_type\x18\x02 \x01(\x0e\x32\x15.paceline.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x03*T\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_STATE_RUNNING\x10\x01\x12\x16\n\x12RUN_STATE_FINISHED\x10\x02\x32\x66\n\x10ParameterService\x12R\n\x0bGetSnapshot\x12\x1f.paceline.v1.GetSnapshotRequest\x1a .paceline.v1.GetSnapshotResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.parameters_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RUNSTATE']._serialized_start=1327
-  _globals['_RUNSTATE']._serialized_end=1411
+  _globals['_RUNSTATE']._serialized_start=1370
+  _globals['_RUNSTATE']._serialized_end=1454
   _globals['_POLICYIDENTITY']._serialized_start=159
   _globals['_POLICYIDENTITY']._serialized_end=213
   _globals['_GETSNAPSHOTREQUEST']._serialized_start=216
-  _globals['_GETSNAPSHOTREQUEST']._serialized_end=433
-  _globals['_REPLICAREPORT']._serialized_start=436
-  _globals['_REPLICAREPORT']._serialized_end=569
-  _globals['_GETSNAPSHOTRESPONSE']._serialized_start=572
-  _globals['_GETSNAPSHOTRESPONSE']._serialized_end=756
-  _globals['_NOTMODIFIED']._serialized_start=758
-  _globals['_NOTMODIFIED']._serialized_end=858
-  _globals['_SNAPSHOTHEADER']._serialized_start=861
-  _globals['_SNAPSHOTHEADER']._serialized_end=1233
-  _globals['_TENSORDESCRIPTION']._serialized_start=1235
-  _globals['_TENSORDESCRIPTION']._serialized_end=1325
-  _globals['_PARAMETERSERVICE']._serialized_start=1413
-  _globals['_PARAMETERSERVICE']._serialized_end=1515
+  _globals['_GETSNAPSHOTREQUEST']._serialized_end=476
+  _globals['_REPLICAREPORT']._serialized_start=479
+  _globals['_REPLICAREPORT']._serialized_end=612
+  _globals['_GETSNAPSHOTRESPONSE']._serialized_start=615
+  _globals['_GETSNAPSHOTRESPONSE']._serialized_end=799
+  _globals['_NOTMODIFIED']._serialized_start=801
+  _globals['_NOTMODIFIED']._serialized_end=901
+  _globals['_SNAPSHOTHEADER']._serialized_start=904
+  _globals['_SNAPSHOTHEADER']._serialized_end=1276
+  _globals['_TENSORDESCRIPTION']._serialized_start=1278
+  _globals['_TENSORDESCRIPTION']._serialized_end=1368
+  _globals['_PARAMETERSERVICE']._serialized_start=1456
+  _globals['_PARAMETERSERVICE']._serialized_end=1558
 # @@protoc_insertion_point(module_scope)

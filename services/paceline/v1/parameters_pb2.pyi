@@ -31,20 +31,22 @@ class PolicyIdentity(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class GetSnapshotRequest(_message.Message):
-    __slots__ = ("run_id", "protocol_version", "have", "wait", "replica", "at_least_version")
+    __slots__ = ("run_id", "protocol_version", "have", "wait", "replica", "at_least_version", "below")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     HAVE_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     AT_LEAST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BELOW_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     protocol_version: int
     have: PolicyIdentity
     wait: _duration_pb2.Duration
     replica: ReplicaReport
     at_least_version: int
-    def __init__(self, run_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., have: _Optional[_Union[PolicyIdentity, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., replica: _Optional[_Union[ReplicaReport, _Mapping]] = ..., at_least_version: _Optional[int] = ...) -> None: ...
+    below: _containers.RepeatedCompositeFieldContainer[ReplicaReport]
+    def __init__(self, run_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., have: _Optional[_Union[PolicyIdentity, _Mapping]] = ..., wait: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., replica: _Optional[_Union[ReplicaReport, _Mapping]] = ..., at_least_version: _Optional[int] = ..., below: _Optional[_Iterable[_Union[ReplicaReport, _Mapping]]] = ...) -> None: ...
 
 class ReplicaReport(_message.Message):
     __slots__ = ("collector_index", "collector_incarnation", "applied", "paused")

@@ -52,8 +52,10 @@ class ParameterServiceServicer:
         `not_modified`; chunks follow a header. Nothing may be applied before the hash of all chunks matches the header.
         Safe to repeat.
 
-        INVALID_ARGUMENT: the run is another, or the caller's protocol version is. UNAVAILABLE: the learner is stopping
-        or not there yet, retry.
+        A relay answers as the learner does, with the newest snapshot that it has itself.
+
+        INVALID_ARGUMENT: the run is another, the caller's protocol version is, or there are too many reports.
+        UNAVAILABLE: the learner or relay is stopping, or has no snapshot yet, retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -27,43 +27,43 @@ from paceline.v1 import rows_pb2 as paceline_dot_v1_dot_rows__pb2
 from paceline.v1 import times_pb2 as paceline_dot_v1_dot_times__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/replay.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16paceline/v1/rows.proto\x1a\x17paceline/v1/times.proto\"Y\n\x10OpenTableRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12&\n\x08row_spec\x18\x03 \x01(\x0b\x32\x14.paceline.v1.RowSpec\"B\n\x11OpenTableResponse\x12\x11\n\trow_bytes\x18\x01 \x01(\x03\x12\x1a\n\x12\x63\x61pacity_row_count\x18\x02 \x01(\x03\"f\n\rAppendRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12(\n\x06header\x18\x03 \x01(\x0b\x32\x18.paceline.v1.BlockHeader\x12\x0c\n\x04rows\x18\x0f \x01(\x0c\"a\n\x0e\x41ppendResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x18\n\x10stored_row_count\x18\x02 \x01(\x05\x12\x11\n\tduplicate\x18\x03 \x01(\x08\x12\x10\n\x08\x63omplete\x18\x04 \x01(\x08\"\xa0\x01\n\rSampleRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x12\n\nbatch_size\x18\x03 \x01(\x05\x12\x13\n\x0b\x62\x61tch_count\x18\x04 \x01(\x05\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0brow_details\x18\x06 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x07 \x01(\x03\x42\x07\n\x05_seed\"\xce\x01\n\x0eSampleResponse\x12\x11\n\trow_count\x18\x01 \x01(\x05\x12\x17\n\x0ftable_row_count\x18\x02 \x01(\x03\x12\x1a\n\x12inserted_row_count\x18\x03 \x01(\x03\x12\x17\n\x0frow_spec_digest\x18\x04 \x01(\x0c\x12\x0c\n\x04keys\x18\x05 \x03(\x06\x12\x15\n\rprobabilities\x18\x06 \x03(\x02\x12\x15\n\rtimes_sampled\x18\x07 \x03(\x07\x12\x11\n\tstored_at\x18\x08 \x03(\x01\x12\x0c\n\x04rows\x18\x0f \x01(\x0c\"Z\n\x17UpdatePrioritiesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x06\x12\x12\n\npriorities\x18\x04 \x03(\x02\"P\n\x18UpdatePrioritiesResponse\x12\x19\n\x11updated_row_count\x18\x01 \x01(\x03\x12\x19\n\x11unknown_row_count\x18\x02 \x01(\x03\"\xe2\x01\n\rFollowRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x15\n\x08\x66rom_row\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x1e\n\x11sampled_row_count\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\x19\n\x0c\x63onsumed_row\x18\x05 \x01(\x03H\x02\x88\x01\x01\x12\x1a\n\rwanted_before\x18\x06 \x01(\x03H\x03\x88\x01\x01\x42\x0b\n\t_from_rowB\x14\n\x12_sampled_row_countB\x0f\n\r_consumed_rowB\x10\n\x0e_wanted_before\"\xd2\x01\n\x0e\x46ollowResponse\x12\x11\n\tfirst_row\x18\x01 \x01(\x03\x12\x11\n\trow_count\x18\x02 \x01(\x05\x12\x17\n\x0ftable_first_row\x18\x03 \x01(\x03\x12\x1a\n\x12inserted_row_count\x18\x04 \x01(\x03\x12\x19\n\x11sampled_row_count\x18\x05 \x01(\x03\x12\x10\n\x08\x63omplete\x18\x06 \x01(\x08\x12\x17\n\x0frow_spec_digest\x18\x07 \x01(\x0c\x12\x11\n\tstored_at\x18\x08 \x03(\x01\x12\x0c\n\x04rows\x18\x0f \x01(\x0c\"\'\n\x15\x44\x65scribeTablesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"p\n\x16\x44\x65scribeTablesResponse\x12-\n\x06tables\x18\x01 \x03(\x0b\x32\x1d.paceline.v1.TableDescription\x12\'\n\x05times\x18\x02 \x01(\x0b\x32\x18.paceline.v1.AnswerTimes\"\x92\x04\n\x10TableDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x08row_spec\x18\x02 \x01(\x0b\x32\x14.paceline.v1.RowSpec\x12\x1a\n\x12\x63\x61pacity_row_count\x18\x03 \x01(\x03\x12\x11\n\trow_count\x18\x04 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x05 \x01(\x03\x12\x1a\n\x12inserted_row_count\x18\x06 \x01(\x03\x12\x19\n\x11sampled_row_count\x18\x07 \x01(\x03\x12\x14\n\x0cmemory_bytes\x18\x08 \x01(\x03\x12\x30\n\x07limiter\x18\t \x01(\x0b\x32\x1f.paceline.v1.LimiterDescription\x12\x32\n\ncollectors\x18\n \x03(\x0b\x32\x1e.paceline.v1.CollectorPosition\x12\x0c\n\x04kind\x18\x0b \x01(\t\x12\x0f\n\x07sampler\x18\x0c \x01(\t\x12\x0f\n\x07remover\x18\r \x01(\t\x12\x1e\n\x11max_times_sampled\x18\x0e \x01(\x03H\x00\x88\x01\x01\x12\x11\n\tfirst_row\x18\x0f \x01(\x03\x12\x19\n\x0c\x63onsumed_row\x18\x10 \x01(\x03H\x01\x88\x01\x01\x12\x19\n\x11\x64ropped_row_count\x18\x11 \x01(\x03\x12\x11\n\tlog_bytes\x18\x12 \x01(\x03\x42\x14\n\x12_max_times_sampledB\x0f\n\r_consumed_row\"\xc4\x01\n\x12LimiterDescription\x12\x15\n\rmin_row_count\x18\x01 \x01(\x03\x12\x1f\n\x12samples_per_insert\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1d\n\x10window_row_count\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12+\n\x08\x64\x65\x61\x64line\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x15\n\x13_samples_per_insertB\x13\n\x11_window_row_count\"]\n\x11\x43ollectorPosition\x12\x17\n\x0f\x63ollector_index\x18\x01 \x01(\x05\x12\x1d\n\x15\x63ollector_incarnation\x18\x02 \x01(\x05\x12\x10\n\x08sequence\x18\x03 \x01(\x03\x32\xec\x03\n\rReplayService\x12J\n\tOpenTable\x12\x1d.paceline.v1.OpenTableRequest\x1a\x1e.paceline.v1.OpenTableResponse\x12\x45\n\x06\x41ppend\x12\x1a.paceline.v1.AppendRequest\x1a\x1b.paceline.v1.AppendResponse(\x01\x30\x01\x12\x45\n\x06Sample\x12\x1a.paceline.v1.SampleRequest\x1a\x1b.paceline.v1.SampleResponse(\x01\x30\x01\x12_\n\x10UpdatePriorities\x12$.paceline.v1.UpdatePrioritiesRequest\x1a%.paceline.v1.UpdatePrioritiesResponse\x12\x45\n\x06\x46ollow\x12\x1a.paceline.v1.FollowRequest\x1a\x1b.paceline.v1.FollowResponse(\x01\x30\x01\x12Y\n\x0e\x44\x65scribeTables\x12\".paceline.v1.DescribeTablesRequest\x1a#.paceline.v1.DescribeTablesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/replay.proto\x12\x0bpaceline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16paceline/v1/rows.proto\x1a\x17paceline/v1/times.proto\"\x8a\x01\n\x10OpenTableRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12&\n\x08row_spec\x18\x03 \x01(\x0b\x32\x14.paceline.v1.RowSpec\x12\x12\n\nlearner_id\x18\x04 \x01(\t\x12\x1b\n\x13learner_incarnation\x18\x05 \x01(\x05\"B\n\x11OpenTableResponse\x12\x11\n\trow_bytes\x18\x01 \x01(\x03\x12\x1a\n\x12\x63\x61pacity_row_count\x18\x02 \x01(\x03\"f\n\rAppendRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12(\n\x06header\x18\x03 \x01(\x0b\x32\x18.paceline.v1.BlockHeader\x12\x0c\n\x04rows\x18\x0f \x01(\x0c\"a\n\x0e\x41ppendResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x18\n\x10stored_row_count\x18\x02 \x01(\x05\x12\x11\n\tduplicate\x18\x03 \x01(\x08\x12\x10\n\x08\x63omplete\x18\x04 \x01(\x08\"\xd3\x01\n\rSampleRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x12\n\nbatch_size\x18\x03 \x01(\x05\x12\x13\n\x0b\x62\x61tch_count\x18\x04 \x01(\x05\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0brow_details\x18\x06 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x07 \x01(\x03\x12\x14\n\x0c\x62\x61se_version\x18\x08 \x01(\x03\x12\x1b\n\x13learner_incarnation\x18\t \x01(\x05\x42\x07\n\x05_seed\"\xce\x01\n\x0eSampleResponse\x12\x11\n\trow_count\x18\x01 \x01(\x05\x12\x17\n\x0ftable_row_count\x18\x02 \x01(\x03\x12\x1a\n\x12inserted_row_count\x18\x03 \x01(\x03\x12\x17\n\x0frow_spec_digest\x18\x04 \x01(\x0c\x12\x0c\n\x04keys\x18\x05 \x03(\x06\x12\x15\n\rprobabilities\x18\x06 \x03(\x02\x12\x15\n\rtimes_sampled\x18\x07 \x03(\x07\x12\x11\n\tstored_at\x18\x08 \x03(\x01\x12\x0c\n\x04rows\x18\x0f \x01(\x0c\"Z\n\x17UpdatePrioritiesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x06\x12\x12\n\npriorities\x18\x04 \x03(\x02\"P\n\x18UpdatePrioritiesResponse\x12\x19\n\x11updated_row_count\x18\x01 \x01(\x03\x12\x19\n\x11unknown_row_count\x18\x02 \x01(\x03\"\xff\x01\n\rFollowRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x15\n\x08\x66rom_row\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x1e\n\x11sampled_row_count\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\x19\n\x0c\x63onsumed_row\x18\x05 \x01(\x03H\x02\x88\x01\x01\x12\x1a\n\rwanted_before\x18\x06 \x01(\x03H\x03\x88\x01\x01\x12\x1b\n\x13learner_incarnation\x18\x07 \x01(\x05\x42\x0b\n\t_from_rowB\x14\n\x12_sampled_row_countB\x0f\n\r_consumed_rowB\x10\n\x0e_wanted_before\"\xd2\x01\n\x0e\x46ollowResponse\x12\x11\n\tfirst_row\x18\x01 \x01(\x03\x12\x11\n\trow_count\x18\x02 \x01(\x05\x12\x17\n\x0ftable_first_row\x18\x03 \x01(\x03\x12\x1a\n\x12inserted_row_count\x18\x04 \x01(\x03\x12\x19\n\x11sampled_row_count\x18\x05 \x01(\x03\x12\x10\n\x08\x63omplete\x18\x06 \x01(\x08\x12\x17\n\x0frow_spec_digest\x18\x07 \x01(\x0c\x12\x11\n\tstored_at\x18\x08 \x03(\x01\x12\x0c\n\x04rows\x18\x0f \x01(\x0c\"\'\n\x15\x44\x65scribeTablesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\"p\n\x16\x44\x65scribeTablesResponse\x12-\n\x06tables\x18\x01 \x03(\x0b\x32\x1d.paceline.v1.TableDescription\x12\'\n\x05times\x18\x02 \x01(\x0b\x32\x18.paceline.v1.AnswerTimes\"\x92\x04\n\x10TableDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x08row_spec\x18\x02 \x01(\x0b\x32\x14.paceline.v1.RowSpec\x12\x1a\n\x12\x63\x61pacity_row_count\x18\x03 \x01(\x03\x12\x11\n\trow_count\x18\x04 \x01(\x03\x12\x13\n\x0b\x62lock_count\x18\x05 \x01(\x03\x12\x1a\n\x12inserted_row_count\x18\x06 \x01(\x03\x12\x19\n\x11sampled_row_count\x18\x07 \x01(\x03\x12\x14\n\x0cmemory_bytes\x18\x08 \x01(\x03\x12\x30\n\x07limiter\x18\t \x01(\x0b\x32\x1f.paceline.v1.LimiterDescription\x12\x32\n\ncollectors\x18\n \x03(\x0b\x32\x1e.paceline.v1.CollectorPosition\x12\x0c\n\x04kind\x18\x0b \x01(\t\x12\x0f\n\x07sampler\x18\x0c \x01(\t\x12\x0f\n\x07remover\x18\r \x01(\t\x12\x1e\n\x11max_times_sampled\x18\x0e \x01(\x03H\x00\x88\x01\x01\x12\x11\n\tfirst_row\x18\x0f \x01(\x03\x12\x19\n\x0c\x63onsumed_row\x18\x10 \x01(\x03H\x01\x88\x01\x01\x12\x19\n\x11\x64ropped_row_count\x18\x11 \x01(\x03\x12\x11\n\tlog_bytes\x18\x12 \x01(\x03\x42\x14\n\x12_max_times_sampledB\x0f\n\r_consumed_row\"\xc4\x01\n\x12LimiterDescription\x12\x15\n\rmin_row_count\x18\x01 \x01(\x03\x12\x1f\n\x12samples_per_insert\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1d\n\x10window_row_count\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12+\n\x08\x64\x65\x61\x64line\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x15\n\x13_samples_per_insertB\x13\n\x11_window_row_count\"]\n\x11\x43ollectorPosition\x12\x17\n\x0f\x63ollector_index\x18\x01 \x01(\x05\x12\x1d\n\x15\x63ollector_incarnation\x18\x02 \x01(\x05\x12\x10\n\x08sequence\x18\x03 \x01(\x03\x32\xec\x03\n\rReplayService\x12J\n\tOpenTable\x12\x1d.paceline.v1.OpenTableRequest\x1a\x1e.paceline.v1.OpenTableResponse\x12\x45\n\x06\x41ppend\x12\x1a.paceline.v1.AppendRequest\x1a\x1b.paceline.v1.AppendResponse(\x01\x30\x01\x12\x45\n\x06Sample\x12\x1a.paceline.v1.SampleRequest\x1a\x1b.paceline.v1.SampleResponse(\x01\x30\x01\x12_\n\x10UpdatePriorities\x12$.paceline.v1.UpdatePrioritiesRequest\x1a%.paceline.v1.UpdatePrioritiesResponse\x12\x45\n\x06\x46ollow\x12\x1a.paceline.v1.FollowRequest\x1a\x1b.paceline.v1.FollowResponse(\x01\x30\x01\x12Y\n\x0e\x44\x65scribeTables\x12\".paceline.v1.DescribeTablesRequest\x1a#.paceline.v1.DescribeTablesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.replay_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OPENTABLEREQUEST']._serialized_start=122
-  _globals['_OPENTABLEREQUEST']._serialized_end=211
-  _globals['_OPENTABLERESPONSE']._serialized_start=213
-  _globals['_OPENTABLERESPONSE']._serialized_end=279
-  _globals['_APPENDREQUEST']._serialized_start=281
-  _globals['_APPENDREQUEST']._serialized_end=383
-  _globals['_APPENDRESPONSE']._serialized_start=385
-  _globals['_APPENDRESPONSE']._serialized_end=482
-  _globals['_SAMPLEREQUEST']._serialized_start=485
-  _globals['_SAMPLEREQUEST']._serialized_end=645
-  _globals['_SAMPLERESPONSE']._serialized_start=648
-  _globals['_SAMPLERESPONSE']._serialized_end=854
-  _globals['_UPDATEPRIORITIESREQUEST']._serialized_start=856
-  _globals['_UPDATEPRIORITIESREQUEST']._serialized_end=946
-  _globals['_UPDATEPRIORITIESRESPONSE']._serialized_start=948
-  _globals['_UPDATEPRIORITIESRESPONSE']._serialized_end=1028
-  _globals['_FOLLOWREQUEST']._serialized_start=1031
-  _globals['_FOLLOWREQUEST']._serialized_end=1257
-  _globals['_FOLLOWRESPONSE']._serialized_start=1260
-  _globals['_FOLLOWRESPONSE']._serialized_end=1470
-  _globals['_DESCRIBETABLESREQUEST']._serialized_start=1472
-  _globals['_DESCRIBETABLESREQUEST']._serialized_end=1511
-  _globals['_DESCRIBETABLESRESPONSE']._serialized_start=1513
-  _globals['_DESCRIBETABLESRESPONSE']._serialized_end=1625
-  _globals['_TABLEDESCRIPTION']._serialized_start=1628
-  _globals['_TABLEDESCRIPTION']._serialized_end=2158
-  _globals['_LIMITERDESCRIPTION']._serialized_start=2161
-  _globals['_LIMITERDESCRIPTION']._serialized_end=2357
-  _globals['_COLLECTORPOSITION']._serialized_start=2359
-  _globals['_COLLECTORPOSITION']._serialized_end=2452
-  _globals['_REPLAYSERVICE']._serialized_start=2455
-  _globals['_REPLAYSERVICE']._serialized_end=2947
+  _globals['_OPENTABLEREQUEST']._serialized_start=123
+  _globals['_OPENTABLEREQUEST']._serialized_end=261
+  _globals['_OPENTABLERESPONSE']._serialized_start=263
+  _globals['_OPENTABLERESPONSE']._serialized_end=329
+  _globals['_APPENDREQUEST']._serialized_start=331
+  _globals['_APPENDREQUEST']._serialized_end=433
+  _globals['_APPENDRESPONSE']._serialized_start=435
+  _globals['_APPENDRESPONSE']._serialized_end=532
+  _globals['_SAMPLEREQUEST']._serialized_start=535
+  _globals['_SAMPLEREQUEST']._serialized_end=746
+  _globals['_SAMPLERESPONSE']._serialized_start=749
+  _globals['_SAMPLERESPONSE']._serialized_end=955
+  _globals['_UPDATEPRIORITIESREQUEST']._serialized_start=957
+  _globals['_UPDATEPRIORITIESREQUEST']._serialized_end=1047
+  _globals['_UPDATEPRIORITIESRESPONSE']._serialized_start=1049
+  _globals['_UPDATEPRIORITIESRESPONSE']._serialized_end=1129
+  _globals['_FOLLOWREQUEST']._serialized_start=1132
+  _globals['_FOLLOWREQUEST']._serialized_end=1387
+  _globals['_FOLLOWRESPONSE']._serialized_start=1390
+  _globals['_FOLLOWRESPONSE']._serialized_end=1600
+  _globals['_DESCRIBETABLESREQUEST']._serialized_start=1602
+  _globals['_DESCRIBETABLESREQUEST']._serialized_end=1641
+  _globals['_DESCRIBETABLESRESPONSE']._serialized_start=1643
+  _globals['_DESCRIBETABLESRESPONSE']._serialized_end=1755
+  _globals['_TABLEDESCRIPTION']._serialized_start=1758
+  _globals['_TABLEDESCRIPTION']._serialized_end=2288
+  _globals['_LIMITERDESCRIPTION']._serialized_start=2291
+  _globals['_LIMITERDESCRIPTION']._serialized_end=2487
+  _globals['_COLLECTORPOSITION']._serialized_start=2489
+  _globals['_COLLECTORPOSITION']._serialized_end=2582
+  _globals['_REPLAYSERVICE']._serialized_start=2585
+  _globals['_REPLAYSERVICE']._serialized_end=3077
 # @@protoc_insertion_point(module_scope)

@@ -12,14 +12,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class OpenTableRequest(_message.Message):
-    __slots__ = ("run_id", "table", "row_spec")
+    __slots__ = ("run_id", "table", "row_spec", "learner_id", "learner_incarnation")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     ROW_SPEC_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     table: str
     row_spec: _rows_pb2.RowSpec
-    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., row_spec: _Optional[_Union[_rows_pb2.RowSpec, _Mapping]] = ...) -> None: ...
+    learner_id: str
+    learner_incarnation: int
+    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., row_spec: _Optional[_Union[_rows_pb2.RowSpec, _Mapping]] = ..., learner_id: _Optional[str] = ..., learner_incarnation: _Optional[int] = ...) -> None: ...
 
 class OpenTableResponse(_message.Message):
     __slots__ = ("row_bytes", "capacity_row_count")
@@ -54,7 +58,7 @@ class AppendResponse(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., stored_row_count: _Optional[int] = ..., duplicate: _Optional[bool] = ..., complete: _Optional[bool] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
-    __slots__ = ("run_id", "table", "batch_size", "batch_count", "seed", "row_details", "policy_version")
+    __slots__ = ("run_id", "table", "batch_size", "batch_count", "seed", "row_details", "policy_version", "base_version", "learner_incarnation")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +66,8 @@ class SampleRequest(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     ROW_DETAILS_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     table: str
     batch_size: int
@@ -69,7 +75,9 @@ class SampleRequest(_message.Message):
     seed: int
     row_details: bool
     policy_version: int
-    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., batch_size: _Optional[int] = ..., batch_count: _Optional[int] = ..., seed: _Optional[int] = ..., row_details: _Optional[bool] = ..., policy_version: _Optional[int] = ...) -> None: ...
+    base_version: int
+    learner_incarnation: int
+    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., batch_size: _Optional[int] = ..., batch_count: _Optional[int] = ..., seed: _Optional[int] = ..., row_details: _Optional[bool] = ..., policy_version: _Optional[int] = ..., base_version: _Optional[int] = ..., learner_incarnation: _Optional[int] = ...) -> None: ...
 
 class SampleResponse(_message.Message):
     __slots__ = ("row_count", "table_row_count", "inserted_row_count", "row_spec_digest", "keys", "probabilities", "times_sampled", "stored_at", "rows")
@@ -114,20 +122,22 @@ class UpdatePrioritiesResponse(_message.Message):
     def __init__(self, updated_row_count: _Optional[int] = ..., unknown_row_count: _Optional[int] = ...) -> None: ...
 
 class FollowRequest(_message.Message):
-    __slots__ = ("run_id", "table", "from_row", "sampled_row_count", "consumed_row", "wanted_before")
+    __slots__ = ("run_id", "table", "from_row", "sampled_row_count", "consumed_row", "wanted_before", "learner_incarnation")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     FROM_ROW_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     CONSUMED_ROW_FIELD_NUMBER: _ClassVar[int]
     WANTED_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     table: str
     from_row: int
     sampled_row_count: int
     consumed_row: int
     wanted_before: int
-    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., from_row: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., consumed_row: _Optional[int] = ..., wanted_before: _Optional[int] = ...) -> None: ...
+    learner_incarnation: int
+    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., from_row: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., consumed_row: _Optional[int] = ..., wanted_before: _Optional[int] = ..., learner_incarnation: _Optional[int] = ...) -> None: ...
 
 class FollowResponse(_message.Message):
     __slots__ = ("first_row", "row_count", "table_first_row", "inserted_row_count", "sampled_row_count", "complete", "row_spec_digest", "stored_at", "rows")

@@ -76,7 +76,8 @@ class ReplayServiceServicer:
         changes nothing, so it is safe to repeat.
 
         INVALID_ARGUMENT: the spec is malformed, or the run is another. NOT_FOUND: no table of that name is configured.
-        FAILED_PRECONDITION: the table exists with another spec. UNAVAILABLE: storage is away or still loading, retry.
+        FAILED_PRECONDITION: the table exists with another spec, its rows came about under another learner, or a newer
+        incarnation of the learner took over. UNAVAILABLE: storage is away or still loading, retry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,6 +105,7 @@ class ReplayServiceServicer:
         Repeating it draws other rows and counts again for the limiter.
 
         INVALID_ARGUMENT: a size out of range, or the run is another. NOT_FOUND: no such table, or it is not open yet.
+        FAILED_PRECONDITION: a newer incarnation of the learner took over.
         DEADLINE_EXCEEDED: the limiter, or too few rows, held the batch back for longer than its deadline; retry, the
         message says what it waits for. RESOURCE_EXHAUSTED: too many streams are open; retry after a delay.
         UNAVAILABLE: storage is away or still loading, retry.
@@ -131,7 +133,8 @@ class ReplayServiceServicer:
         first_row says so. Safe to repeat from the same key.
 
         INVALID_ARGUMENT: the run is another, or a count is out of range. NOT_FOUND: no such table, or it is not open yet.
-        FAILED_PRECONDITION: a newer follower of this queue, or one that reports samples of this table, took over.
+        FAILED_PRECONDITION: a newer follower of this queue, or one that reports samples of this table, took over, or a
+        newer incarnation of the learner.
         RESOURCE_EXHAUSTED: too many streams are open; retry after a delay. UNAVAILABLE: storage is away or still loading,
         retry.
         """

@@ -3,35 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
-from paceline.errors import PacelineError, ProtocolMismatchError, UnavailableError
-from paceline.identity import PROTOCOL_VERSION, PolicyIdentity, is_newer, require_same_run
-from paceline.learner.endpoint_metrics import EndpointMetrics
-from paceline.learner.publication import Publication, ServedSnapshot
-from paceline.learner.registry import RunRegistry
+from paceline.errors import InvalidInputError, PacelineError, ProtocolMismatchError, UnavailableError
+from paceline.identity import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, PolicyIdentity, is_newer, require_same_run
+from paceline.lag.clock import ClockOffset
 from paceline.rpc.wire import identity_from_wire, timestamp
+from paceline.serving.metrics import PollMetrics
+from paceline.serving.publication import Publication, ServedSnapshot
 from paceline.v1 import parameters_pb2 as pb
 from paceline.v1 import times_pb2
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ParameterService"].full_name
 MAX_WAIT_SECONDS = 60.0
+MAX_REPORTS = 4_096
+"""In one request; the most that `collector.max_count` may be."""
 _ANSWER_SECONDS = 0.5
 """A waiting poll is answered so long before the caller's deadline, or a quarter of what is left, if that is less."""
 
 
 def require_protocol(theirs: int) -> None:
-    """Raise ProtocolMismatchError unless the caller speaks this protocol."""
-    if theirs != PROTOCOL_VERSION:
+    """Raise ProtocolMismatchError unless the caller speaks this protocol, or that of the release before."""
+    if not OLDEST_PROTOCOL_VERSION <= theirs <= PROTOCOL_VERSION:
+        oldest = "" if OLDEST_PROTOCOL_VERSION == PROTOCOL_VERSION else f"{OLDEST_PROTOCOL_VERSION} or "
         raise ProtocolMismatchError(
-            f"the caller speaks protocol version {theirs}: expected {PROTOCOL_VERSION}; "
-            "run the same release of Paceline on both sides"
+            f"the caller speaks protocol version {theirs}: expected {oldest}{PROTOCOL_VERSION}; run the same release "
+            "of Paceline on both sides, or the next one on this side first"
         )
+
+
+class ReplicaReports(Protocol):
+    """Where it goes what polls tell of collectors. Both raise InvalidInputError when a report is malformed."""
+
+    def hear(self, reports: Sequence[pb.ReplicaReport]) -> None:
+        """These collectors act with that, as a poll that has just come says."""
+
+    def hear_again(self, report: pb.ReplicaReport) -> None:
+        """The collector whose poll is held still lives."""
+
+
+OWN_CLOCK = ClockOffset(0.0, 0.0)
 
 
 class ParameterService:
@@ -42,20 +59,22 @@ class ParameterService:
         self,
         run_id: str,
         publication: Publication,
-        registry: RunRegistry,
-        metrics: EndpointMetrics,
+        reports: ReplicaReports,
+        metrics: PollMetrics,
         *,
         silence_seconds: float,
         clock: Callable[[], float] = time.time,
+        clock_offset: Callable[[], ClockOffset | None] = lambda: OWN_CLOCK,
     ) -> None:
         """Serve what is published.
 
         Args:
             silence_seconds: a collector whose poll is held is heard more often than that.
-            clock: the learner's, in seconds since 1970.
+            clock: this process's, in seconds since 1970.
+            clock_offset: the learner's clock minus that one; None while unknown: then answers tell no times.
         """
-        self._clock = clock
-        self._run_id, self._publication, self._registry, self._metrics = run_id, publication, registry, metrics
+        self._clock, self._clock_offset = clock, clock_offset
+        self._run_id, self._publication, self._reports, self._metrics = run_id, publication, reports, metrics
         self._sign_of_life_seconds = silence_seconds / 3
 
     def register(self, server: Any) -> None:
@@ -83,9 +102,10 @@ class ParameterService:
                 yield answer + self._times(received_at)
                 return
             yield snapshot.header_message(self._publication.run_state) + self._times(received_at)
-            for chunk in snapshot.chunks:
-                yield chunk
-                self._metrics.sent_bytes.inc(len(chunk))
+            with self._metrics.sending_polls.track_inprogress():
+                for chunk in snapshot.chunks:
+                    yield chunk
+                    self._metrics.sent_bytes.inc(len(chunk))
             result = "snapshot"
         except UnavailableError:
             result = "unavailable"
@@ -98,7 +118,15 @@ class ParameterService:
 
     def _times(self, received_at: float) -> bytes:
         """The times of an answer that is sent now. Messages of protobuf may be put together as bytes."""
-        times = times_pb2.AnswerTimes(received_at=timestamp(received_at), answered_at=timestamp(self._clock()))
+        offset = self._clock_offset()
+        if offset is None:
+            return b""
+        # Both by one offset: a caller takes their difference for the time that its call was held.
+        times = times_pb2.AnswerTimes(
+            received_at=timestamp(offset.to_peer(received_at)), answered_at=timestamp(offset.to_peer(self._clock()))
+        )
+        if offset.uncertainty_seconds > 0:
+            times.uncertainty.FromNanoseconds(math.ceil(offset.uncertainty_seconds * 1e9))
         return pb.GetSnapshotResponse(times=times).SerializeToString()
 
     async def _wait(self, request: pb.GetSnapshotRequest, context: grpc.aio.ServicerContext) -> ServedSnapshot | None:
@@ -106,10 +134,11 @@ class ParameterService:
         require_same_run(self._run_id, request.run_id)
         require_protocol(request.protocol_version)
         have = identity_from_wire(request.have) if request.HasField("have") else None
-        if request.HasField("replica"):
-            noted, applied = self._hear(request.replica)
-            if noted:
-                self._metrics.observe_poll(applied)
+        if len(request.below) > MAX_REPORTS:
+            raise InvalidInputError(
+                f"a poll carries the reports of {len(request.below)} collectors: expected at most {MAX_REPORTS}"
+            )
+        self._reports.hear([*([request.replica] if request.HasField("replica") else []), *request.below])
         ready = self._ready(have, request.at_least_version)
         seconds = _wait_seconds(request, context)
         if ready is not None or seconds <= 0:
@@ -124,7 +153,7 @@ class ParameterService:
             ):
                 await self._publication.wait_for_change(min(left, self._sign_of_life_seconds))
                 if request.HasField("replica"):
-                    self._hear(request.replica)
+                    self._reports.hear_again(request.replica)
                 ready = self._ready(have, request.at_least_version)
         return ready
 
@@ -134,15 +163,6 @@ class ParameterService:
         if newest is None or newest.identity.version < at_least_version or not is_newer(newest.identity, have):
             return None
         return newest
-
-    def _hear(self, replica: pb.ReplicaReport) -> tuple[bool, PolicyIdentity | None]:
-        """Note that a collector lives, and what it acts with; whether it was noted, and that."""
-        applied = identity_from_wire(replica.applied) if replica.HasField("applied") else None
-        # A replaced collector still gets its answer: it learns of its fate from RunService, and no row depends on it.
-        noted = self._registry.polled(
-            replica.collector_index, replica.collector_incarnation, applied, paused=replica.paused
-        )
-        return noted, applied
 
 
 def _wait_seconds(request: pb.GetSnapshotRequest, context: grpc.aio.ServicerContext) -> float:

@@ -17,6 +17,11 @@ from paceline.v1 import parameters_pb2 as pb
 _CHUNK = BulkFormat(pb.GetSnapshotResponse, "chunk")
 
 
+def pack_chunk(payload: memoryview | bytes) -> bytes:
+    """The message that carries some bytes of a snapshot."""
+    return _CHUNK.serialize(Bulk(pb.GetSnapshotResponse(), payload))
+
+
 @dataclass(frozen=True)
 class ServedSnapshot:
     """An immutable snapshot as it goes on the wire. Readers share it, and keep it when a newer one is published."""
@@ -30,9 +35,13 @@ class ServedSnapshot:
     def copy(cls, header: pb.SnapshotHeader, payload: memoryview, chunk_bytes: int) -> ServedSnapshot:
         """Copy `payload`, once, into chunks of `chunk_bytes`."""
         chunks = tuple(
-            _CHUNK.serialize(Bulk(pb.GetSnapshotResponse(), payload[start : start + chunk_bytes]))
-            for start in range(0, len(payload), chunk_bytes)
+            pack_chunk(payload[start : start + chunk_bytes]) for start in range(0, len(payload), chunk_bytes)
         )
+        return cls.of(header, chunks)
+
+    @classmethod
+    def of(cls, header: pb.SnapshotHeader, chunks: tuple[bytes, ...]) -> ServedSnapshot:
+        """A snapshot of chunks that `pack_chunk` made."""
         header.chunk_count = len(chunks)
         identity = PolicyIdentity(header.identity.incarnation, header.identity.version)
         return cls(identity, header, chunks)
@@ -47,22 +56,31 @@ class ServedSnapshot:
 class Publication:
     """Holds what is served and wakes those who wait for a change of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str) -> None:
+        """`owner` serves it: whom a message names."""
+        self._owner = owner
         self.newest: ServedSnapshot | None = None
         self.run_state: pb.RunState = pb.RUN_STATE_RUNNING
         self._end_reason: str | None = None
         self._changed = asyncio.Event()
         self._not_modified = b""
 
-    def serve(self, snapshot: ServedSnapshot) -> None:
-        """Serve a snapshot, whose version is durable, from now on."""
+    def serve(self, snapshot: ServedSnapshot, run_state: pb.RunState | None = None) -> None:
+        """Serve a snapshot, whose version is durable, from now on; the run stands where it did, or at `run_state`."""
         self.newest = snapshot
+        if run_state is not None:
+            self.run_state = run_state
         self._change()
 
     def finish(self) -> None:
         """The run reached its end."""
-        self.run_state = pb.RUN_STATE_FINISHED
-        self._change()
+        self.set_run_state(pb.RUN_STATE_FINISHED)
+
+    def set_run_state(self, run_state: pb.RunState) -> None:
+        """Where the run stands from now on; a run that had reached its end may go on."""
+        if run_state != self.run_state:
+            self.run_state = run_state
+            self._change()
 
     def end(self, reason: str) -> None:
         """Serve no more: waiting calls end at once, and new ones are refused, with this reason."""
@@ -75,14 +93,14 @@ class Publication:
         return self._end_reason is None
 
     def require_serving(self) -> None:
-        """Raise UnavailableError when the learner is ending."""
+        """Raise UnavailableError when the owner is ending."""
         if self._end_reason is not None:
             raise UnavailableError(f"{self._end_reason}: keep the last snapshot and try again")
 
     def not_modified(self) -> bytes:
         """The message that says that there is nothing newer. Raises UnavailableError before the first snapshot."""
         if not self._not_modified:
-            raise UnavailableError("the learner has not published its first snapshot yet: try again")
+            raise UnavailableError(f"{self._owner} has no snapshot yet: try again")
         return self._not_modified
 
     async def wait_for_change(self, seconds: float) -> None:
