@@ -43,6 +43,14 @@ class ProtocolMismatchError(InvalidInputError):
     """The peer speaks another protocol version."""
 
 
+class UnauthenticatedError(PacelineError):
+    """The caller shows no token, or one that the server does not know."""
+
+
+class ForbiddenError(PacelineError):
+    """The caller's role may not make this call."""
+
+
 class NotFoundError(PacelineError):
     """No table, run or file of that name."""
 
@@ -71,6 +79,10 @@ class UnavailableError(PacelineError):
     """A peer or the store is away; worth a retry."""
 
 
+class HandshakeError(UnavailableError):
+    """Client and server do not agree on TLS; names the file. Mending it is enough: each try reads it."""
+
+
 class StoreFullError(PacelineError):
     """The store has no room; nothing of the write was kept; worth a retry later."""
 
@@ -81,6 +93,10 @@ class StoreReadOnlyError(PacelineError):
 
 class TooManyStreamsError(PacelineError):
     """Every stream that the server admits is open; worth a retry later."""
+
+
+class TooManyCallsError(PacelineError):
+    """The caller makes more calls than the server takes of one peer; worth a retry later."""
 
 
 class RunFullError(PacelineError):

@@ -14,11 +14,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from free_ports import free_port
 from paceline import errors
-from paceline.config import RpcConfig
+from paceline.config import RpcConfig, SecurityConfig
 from paceline.errors import PacelineError, PortTakenError, TooManyStreamsError, UnavailableError
 from paceline.process import StopSignal
-from paceline.rpc.client import Backoff, call_until_answered, open_channel
+from paceline.rpc.client import NO_SECURITY, Backoff, call_until_answered, open_channel
 from paceline.rpc.server import AioServer, Server
 from paceline.rpc.status import code_of, raising
 from paceline.v1 import parameters_pb2, parameters_pb2_grpc, replay_pb2, replay_pb2_grpc, run_pb2, run_pb2_grpc
@@ -127,23 +128,35 @@ class Kind:
     stream: Callable[[grpc.Channel, str], Iterator[object]]
 
 
-def thread_pool(scene: Scene, listen: str = "127.0.0.1:0", config: RpcConfig = CONFIG, max_streams: int = 4) -> Server:
+def thread_pool(
+    scene: Scene,
+    listen: str = "127.0.0.1:0",
+    config: RpcConfig = CONFIG,
+    max_streams: int = 4,
+    security: SecurityConfig = NO_SECURITY,
+) -> Server:
     return Server(
         listen,
         config,
         services=["paceline.v1.ReplayService"],
         register=[partial(replay_pb2_grpc.add_ReplayServiceServicer_to_server, Replay(scene))],
         max_streams=max_streams,
+        security=security,
     )
 
 
-def event_loop(scene: Scene, listen: str = "127.0.0.1:0", config: RpcConfig = CONFIG) -> LoopServer:
+def event_loop(
+    scene: Scene,
+    listen: str = "127.0.0.1:0",
+    config: RpcConfig = CONFIG,
+    security: SecurityConfig = NO_SECURITY,
+) -> LoopServer:
     register = [
         partial(run_pb2_grpc.add_RunServiceServicer_to_server, Run(scene)),
         partial(parameters_pb2_grpc.add_ParameterServiceServicer_to_server, Parameters(scene)),
     ]
     services = ["paceline.v1.RunService", "paceline.v1.ParameterService"]
-    return LoopServer(lambda: AioServer(listen, config, services=services, register=register))
+    return LoopServer(lambda: AioServer(listen, config, services=services, register=register, security=security))
 
 
 def describe(channel: grpc.Channel, run_id: str, timeout: float = DEADLINE_SECONDS) -> object:
@@ -338,9 +351,7 @@ def test_a_drain_cuts_what_outlasts_it(kind, start, scene):
 
 
 def test_a_client_finds_a_server_that_starts_later(kind, scene):
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     config = RpcConfig(backoff_initial_seconds=0.01, backoff_max_seconds=0.1)
     servers = []
 

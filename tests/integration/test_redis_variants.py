@@ -15,8 +15,10 @@ import trustme
 from contract.faulty_redis import FaultyRedis
 from integration.replay_harness import free_port
 from integration.waiting import wait_until
+from paceline.config import ReplayConfig
 from paceline.errors import ConfigError, PacelineError, ServiceFailedError, UnavailableError
 from paceline.local.embedded import EmbeddedRedis
+from paceline.local.issuing import issue
 from paceline.replay import link
 from paceline.replay.log import LoggedBlock, LogState, OutOfStepError, RedisLog
 from paceline.replay.store import RedisStore
@@ -125,6 +127,71 @@ def test_a_password(start, password):
     append_restart_and_read_back(server, f"redis://:{quote(password, safe='')}@127.0.0.1:{port}/0", prepare)
     with pytest.raises(ConfigError, match="does not admit us"):
         Record(f"redis://:wrong@127.0.0.1:{port}/0", resume=True)
+
+
+def test_a_password_in_a_file_which_may_be_replaced(start, tmp_path):
+    port = free_port()
+    server, file = start(port=str(port)), tmp_path / "pass word&?"
+    file.write_text("first p/w\n")
+
+    def require(*passwords: str, shown: str = "first p/w") -> None:
+        with redis.Redis.from_url(server.url, password=shown) as client:
+            client.execute_command("ACL", "SETUSER", "default", "resetpass", *(f">{each}" for each in passwords))
+
+    settings = ReplayConfig(redis_url=f"redis://127.0.0.1:{port}/0", redis_password_file=file)
+    address = str(settings.redis_address())
+    assert "first" not in address
+    append_restart_and_read_back(server, address, lambda: require("first p/w"))
+    # Redis knows both while the file is replaced; then only the new one is left, and its connections are cut.
+    record = Record(address, resume=True)
+    try:
+        record.append(3)
+        require("first p/w", "second")
+        file.write_text("second")
+        require("second", shown="second")
+        with redis.Redis.from_url(server.url, password="second") as client:
+            client.client_kill_filter(skipme=True)
+        wait_until(lambda: _answers(record))
+    finally:
+        record.close()
+    refused = {"wrong": "does not admit us.*redis_password_file", "": "is empty", None: "cannot be read"}
+    for content, message in refused.items():
+        file.write_text(content) if content is not None else file.unlink()
+        with pytest.raises(ConfigError, match=message) as caught:
+            Record(address, resume=True)
+        assert not content or content not in str(caught.value)
+
+
+def _answers(record: Record) -> bool:
+    try:
+        return bool(record.store.command("PING"))
+    except UnavailableError:
+        return False
+
+
+def test_what_certs_makes_for_redis_is_enough_over_tls_and_lets_nobody_else_in(start, kind, tmp_path):
+    issue(tmp_path / "certs", days=2)
+    folder, port = tmp_path / "certs" / "redis", free_port()
+    tls = {"ca-cert": "ca.crt", "cert": "tls.crt", "key": "tls.key"}
+    settings = {f"tls-{name}-file": str(folder / file) for name, file in tls.items()}
+    try:
+        server = start(**settings, **{"tls-port": str(port), "tls-auth-clients": "no"})
+    except ServiceFailedError as error:
+        pytest.skip(f"the server {kind!r} was built without TLS: {str(error).splitlines()[-1]}")
+    with redis.Redis.from_url(server.url) as client:
+        words = (folder / "users.acl").read_text().split()[2:]
+        client.execute_command("ACL", "SETUSER", "default", "reset", *words)
+    url = f"rediss://localhost:{port}/0?ssl_ca_certs={folder / 'ca.crt'}"
+    with pytest.raises(ConfigError, match="does not admit us"):
+        Record(url, resume=False)
+    address = str(ReplayConfig(redis_url=url, redis_password_file=folder / "password").redis_address())
+    use_everything(address)
+    password = (folder / "password").read_text().strip()
+    with (
+        redis.Redis.from_url(server.url, password=password) as client,
+        pytest.raises(redis.exceptions.NoPermissionError),
+    ):
+        client.set("others", "1")
 
 
 def rights() -> tuple[str, ...]:

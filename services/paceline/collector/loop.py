@@ -156,6 +156,7 @@ class CollectingLoop:
         with self._clock.during("lag_pause"), self._admission.pause(lambda: poller.standing) as tell_again:
             while not (stop.is_set() or self.finished() or self._admission.admits(poller.standing)):
                 poller.wait_until_ready(_STOP_CHECK_SECONDS, self._steps)
+                self._clock.turn()
                 self._apply()
                 # The learner may need these rows to get to its next snapshot.
                 self._submit_due(stop)
@@ -196,11 +197,15 @@ class CollectingLoop:
             self._submit([due], stop)
 
     def _submit(self, sealed: list[Block], stop: StopSignal) -> None:
+        def ended() -> bool:
+            self._clock.turn()  # asked at each slice of the wait
+            return stop.is_set() or self.finished()
+
         self._count()
         self._rest += sealed
         with self._clock.during("append_wait"):
             # The run may end while replay holds this block back, for rows that nobody wants any more.
-            while self._rest and self._writer.submit(self._rest[0], lambda: stop.is_set() or self.finished()):
+            while self._rest and self._writer.submit(self._rest[0], ended):
                 del self._rest[0]
 
     def _count(self) -> None:

@@ -18,12 +18,14 @@ from paceline.collector.writer import BlockWriter
 from paceline.config import Config
 from paceline.envs import acting_seed, describe_environment
 from paceline.errors import DeadlineError
+from paceline.health import Health
 from paceline.lag.bound import LagBound, require_reachable
 from paceline.lag.injection import make_injector
 from paceline.lag.trace import TraceWriter
 from paceline.process import StopSignal
 from paceline.replica import InjectedStaging, LearnerClock, ReplicaOwner, SnapshotPoller, Staging, Standings, join
 from paceline.rpc.client import open_channel
+from paceline.rpc.tokens import COLLECTOR
 from paceline.snapshot import StagedActor
 from paceline.telemetry import ActivityClock, get_logger, serve_metrics
 from paceline.v1 import parameters_pb2, run_pb2, run_pb2_grpc
@@ -46,11 +48,12 @@ def run(config: Config, *, index: int | None, stop: StopSignal, clock: Callable[
     learner_clock = LearnerClock(clock)
     metrics = CollectorMetrics(registry, learner_clock)
     activities = ActivityClock(metrics.activity_seconds, ACTIVITIES, "starting")
-    log = get_logger()
+    log, health = get_logger(), Health(config.run.stuck_seconds, unready="no snapshot is applied yet")
+    health.watch(activities.doing, exempt=("starting", "waiting", "finishing"))
     with ExitStack() as cleanup:
-        cleanup.callback(serve_metrics(registry, config.collector.metrics_listen, "collector").close)
+        cleanup.callback(serve_metrics(registry, config.collector.metrics_listen, "collector", health).close)
         description = describe_environment(config.env, algorithm=config.learner.algorithm.name)
-        learner = open_channel(config.learner.address, config.rpc)
+        learner = open_channel(config.learner.address, config.rpc, config.security, COLLECTOR)
         cleanup.callback(learner.close)
         try:
             place = join(run_pb2_grpc.RunServiceStub(learner), config, run_pb2.ROLE_COLLECTOR, stop, index=index)
@@ -62,8 +65,12 @@ def run(config: Config, *, index: int | None, stop: StopSignal, clock: Callable[
         assignment = Assignment.of(config, place, description)
         staged = StagedActor(build_actor(ActorSemantics.from_json(place.actor_semantics_json)))
         standings = Standings()
+        snapshots = learner
+        if config.collector.snapshots_address is not None:
+            snapshots = open_channel(config.collector.snapshots_address, config.rpc, config.security, COLLECTOR)
+            cleanup.callback(snapshots.close)
         poller = SnapshotPoller(
-            learner,
+            snapshots,
             staged,
             run_id=config.run_id,
             rpc=config.rpc,
@@ -79,6 +86,7 @@ def run(config: Config, *, index: int | None, stop: StopSignal, clock: Callable[
         activities.switch("waiting")
         # The first snapshot needs no rows: the learner serves one before there are any.
         if poller.wait_and_apply(stop):
+            health.set_ready()
             with ExitStack() as collecting:
                 loop = _open_loop(assignment, learner, staged, poller, metrics, activities, collecting)
                 loop.run(stop)
@@ -120,7 +128,7 @@ def _open_loop(
 ) -> CollectingLoop:
     """The loop with its writer and reporter, which run; `cleanup` ends all three in order."""
     config, place = assignment.config, assignment.place
-    replay = open_channel(assignment.replay_address, config.rpc)
+    replay = open_channel(assignment.replay_address, config.rpc, config.security, COLLECTOR)
     cleanup.callback(replay.close)
     reporter = EpisodeReporter(
         learner,

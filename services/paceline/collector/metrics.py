@@ -28,6 +28,9 @@ ACTIVITIES = (
 """waiting: for the first snapshot; append_wait: for replay to acknowledge a block, which is the back-pressure;
 lag_pause: for a snapshot within lag.max_lag_versions."""
 
+APPEND_FAILURES = ("limiter", "away")
+"""Why a stream of appends is cut."""
+
 
 class CollectorMetrics:
     """Metrics of one collector process, in a registry of its own."""
@@ -128,6 +131,8 @@ class CollectorMetrics:
             ["reason"],
             registry=registry,
         )
+        for reason in APPEND_FAILURES:
+            self.append_failures.labels(reason)  # served as 0: the first one is no growth otherwise
         self.report_failures = Counter(
             "paceline_collector_report_failures_total",
             "Reports of episodes that the learner did not take at once. Bad: growing, the learner is away.",

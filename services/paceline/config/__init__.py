@@ -18,6 +18,7 @@ from paceline.config.models import (
     RpcConfig,
     RunConfig,
     SacConfig,
+    SecurityConfig,
     TableConfig,
     redact_url,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "RpcConfig",
     "RunConfig",
     "SacConfig",
+    "SecurityConfig",
     "TableConfig",
     "build",
     "describe",

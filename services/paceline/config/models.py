@@ -6,6 +6,7 @@ import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import quote
 
 from pydantic import (
     AfterValidator,
@@ -72,6 +73,8 @@ class RunConfig(Model):
     """The run ends when so many environment steps are stored and their updates are done."""
     schedule: Literal["async"] = "async"
     """How collecting and updating take turns: `async` lets both run, bounded by the limiter."""
+    stuck_seconds: PositiveFloat = 60.0
+    """A loop that does one thing for so long, and does not wait, is stuck: /healthz of its process says so."""
 
 
 class EnvConfig(Model):
@@ -106,6 +109,33 @@ class RpcConfig(Model):
     """Largest message that either end accepts; bulk data travels in messages of about 1 MiB."""
     drain_seconds: PositiveFloat = 5.0
     """After a stop signal, calls in progress may finish for so long."""
+    connection_seconds: PositiveFloat = 1800.0
+    """A server has a connection of this age replaced, so that clients look again where a name leads, and spread anew
+    over those that share one. What is in progress on it goes on to its end."""
+    max_connections: PositiveInt = 4096
+    """Connections that a server holds, those within their TLS handshake included; more are closed at once."""
+    max_streams_per_peer: PositiveInt = 64
+    """Streams that a server serves at once on one connection (a process has one to each server, and needs two or
+    three)."""
+    max_calls_per_second_per_peer: PositiveInt = 2_000
+    """Calls that a server takes on one connection in a second; more are refused, and the client waits and repeats."""
+
+
+class SecurityConfig(Model):
+    """Who may talk to whom: TLS between all services, and a token for each role. `paceline certs` makes the files."""
+
+    certificates: Path | None = None
+    """A folder with `tls.crt`, `tls.key` and `ca.crt` (as a Kubernetes TLS secret has them): TLS on every connection
+    between services. Read again when they change. None: no TLS."""
+    client_certificates: bool = True
+    """With TLS, servers want a certificate of each client, too. False: `ca.crt` is all that a client needs."""
+    tokens: Path | None = None
+    """A folder with the files `collector`, `learner` and `reader`, or some of them, a secret token each: a client shows
+    the one of its role with every call, a server admits those that it has. Read again when they change."""
+    token_grace_seconds: NonNegativeFloat = 300.0
+    """A server takes a token for so long after it was replaced, so that its clients may get the new one later."""
+    allow_insecure: bool = False
+    """Whether a server may listen to other machines without TLS and tokens. Otherwise it refuses to start."""
 
 
 class LimiterConfig(Model):
@@ -212,8 +242,13 @@ class ReplayConfig(Model):
     read: Literal["auto", "sample", "follow"] = "auto"
     """How the learner gets rows: batches that replay draws, or every row once into a ring of its own, where it draws.
     `auto` follows uniform tables and queues, and samples the others."""
+    redis_password_file: Path | None = None
+    """A file with the password of Redis, read at each connection: so it is in no URL and no variable."""
     redis_deadline_seconds: PositiveFloat = 10.0
     """Of one command."""
+    redis_start_seconds: NonNegativeFloat = 300.0
+    """How long replay waits at its start for a Redis that is away; one that loads its data is waited for as long as
+    that takes. `paceline train` tells at once when the Redis of `redis_url` is not there."""
     max_streams: PositiveInt = 96
     """Append and Sample streams that are served at once; more are refused, so that short calls always have a thread."""
     tables: dict[str, TableConfig] = {"transitions": TableConfig()}
@@ -239,6 +274,30 @@ class ReplayConfig(Model):
                 "for each shard, separated by commas, or one with {shard} in it, such as replay-{shard}.replay:50051"
             )
         return addresses
+
+    @model_validator(mode="after")
+    def _has_one_password(self) -> Self:
+        if self.redis_password_file is not None:
+            if self.redis_url is None:
+                raise ValueError("replay.redis_password_file is set and replay.redis_url is not: expected both")
+            if redact_url(url := self.redis_url.get_secret_value()) != url:
+                raise ValueError(
+                    "replay.redis_url holds a password and replay.redis_password_file is set: expected one of both; "
+                    "leave the password out of the URL, as redis://host:port/0 or redis://name@host:port/0"
+                )
+        return self
+
+    def redis_address(self) -> str | None:
+        """`redis_url` with all that it takes to connect; `replay.link` says what is in it. None: there is no URL.
+
+        It holds a password only where `redis_url` does, and the path of the password's file otherwise.
+        """
+        if self.redis_url is None:
+            return None
+        url = self.redis_url.get_secret_value()
+        if self.redis_password_file is None:
+            return url
+        return f"{url}{'&' if '?' in url else '?'}password_file={quote(str(self.redis_password_file.absolute()))}"
 
     @field_serializer("redis_url")
     def _hide_password(self, value: SecretStr | None) -> str | None:
@@ -336,8 +395,25 @@ class CollectorConfig(Model):
     """Random environment steps at the start of the run, all collectors together."""
     poll_seconds: Annotated[float, Field(gt=0, le=60)] = 10.0
     """How long a poll may wait at the learner for something newer."""
+    snapshots_address: Address | None = None
+    """Where snapshots are fetched: at a relay, or None: at the learner's endpoint. All else goes to the learner."""
     on_environment_error: Literal["stop", "reset"] = "stop"
     """When an environment raises or returns nonsense: end with an error, or drop its episode, rebuild it and go on."""
+
+
+class RelayConfig(Model):
+    """Settings of a relay, which serves the learner's snapshots again, nearer to the collectors."""
+
+    listen: Address = "127.0.0.1:50053"
+    """Where it serves snapshots."""
+    metrics_listen: Address = "127.0.0.1:9106"
+    """Where /metrics listens."""
+    upstream: Address | None = None
+    """Where it fetches them: another relay, or None: the learner's endpoint."""
+    poll_seconds: Annotated[float, Field(gt=0, le=60)] = 2.0
+    """How long a poll may wait upstream for something newer, and what is heard of collectors for the next poll: the
+    learner knows what a collector acts with by at most so much later for each relay on its way. A sixth of
+    `learner.silence_seconds`, if that is less."""
 
 
 class EvaluatorConfig(Model):
@@ -346,6 +422,8 @@ class EvaluatorConfig(Model):
     enabled: bool = True
     metrics_listen: Address = "127.0.0.1:0"
     """Where /metrics listens."""
+    snapshots_address: Address | None = None
+    """Where snapshots are fetched, as `collector.snapshots_address`."""
     every_versions: PositiveInt = 50
     """Each n-th policy version is evaluated, or the newest where evaluation takes longer."""
     episodes: PositiveInt = 20
@@ -387,10 +465,12 @@ class Config(Model):
     run: RunConfig = RunConfig()
     env: EnvConfig = EnvConfig()
     rpc: RpcConfig = RpcConfig()
+    security: SecurityConfig = SecurityConfig()
     replay: ReplayConfig = ReplayConfig()
     learner: LearnerConfig = LearnerConfig()
     collector: CollectorConfig = CollectorConfig()
     evaluator: EvaluatorConfig = EvaluatorConfig()
+    relay: RelayConfig = RelayConfig()
     lag: LagConfig = LagConfig()
 
     @model_validator(mode="after")

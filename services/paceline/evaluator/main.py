@@ -20,9 +20,11 @@ from paceline.envs import (
 from paceline.errors import ActorSemanticsError, DeadlineError, PacelineError
 from paceline.evaluator.loop import EvaluatingLoop
 from paceline.evaluator.metrics import ACTIVITIES, EvaluatorMetrics
+from paceline.health import Health
 from paceline.process import StopSignal
 from paceline.replica import LogFirstWait, SnapshotPoller, join
 from paceline.rpc.client import Backoff, call_until_answered, open_channel
+from paceline.rpc.tokens import READER
 from paceline.rpc.wire import identity_to_wire
 from paceline.snapshot import SnapshotHeader, StagedActor
 from paceline.telemetry import ActivityClock, get_logger, serve_metrics
@@ -40,13 +42,14 @@ def run(config: Config, *, stop: StopSignal) -> None:
     settings, registry = config.evaluator, CollectorRegistry()
     metrics = EvaluatorMetrics(registry)
     clock = ActivityClock(metrics.activity_seconds, ACTIVITIES, "starting")
-    log = get_logger()
+    log, health = get_logger(), Health(config.run.stuck_seconds, unready="it has not joined the run yet")
+    health.watch(clock.doing, exempt=("starting", "waiting", "reporting", "finishing"))
     with ExitStack() as cleanup:
-        cleanup.callback(serve_metrics(registry, settings.metrics_listen, "evaluator").close)
+        cleanup.callback(serve_metrics(registry, settings.metrics_listen, "evaluator", health).close)
         # In this process: one more process for each episode of an evaluation would crowd out the collectors.
         environment = config.env.model_copy(update={"vectorization": "sync"})
         description = describe_environment(environment, algorithm=config.learner.algorithm.name)
-        channel = open_channel(config.learner.address, config.rpc)
+        channel = open_channel(config.learner.address, config.rpc, config.security, READER)
         cleanup.callback(channel.close)
         stub = run_pb2_grpc.RunServiceStub(channel)
         try:
@@ -56,8 +59,12 @@ def run(config: Config, *, stop: StopSignal) -> None:
         semantics = ActorSemantics.from_json(place.actor_semantics_json)
         _require_fits(semantics, description)
         staged = StagedActor(build_actor(semantics))
+        snapshots = channel
+        if settings.snapshots_address is not None:
+            snapshots = open_channel(settings.snapshots_address, config.rpc, config.security, READER)
+            cleanup.callback(snapshots.close)
         poller = SnapshotPoller(
-            channel,
+            snapshots,
             staged,
             run_id=config.run_id,
             rpc=config.rpc,
@@ -80,6 +87,7 @@ def run(config: Config, *, stop: StopSignal) -> None:
         )
         cleanup.callback(loop.close)
         poller.start()
+        health.set_ready()  # the snapshot that it is to judge first may be far ahead
         cleanup.callback(poller.close)
         loop.run(stop)
         log.info("evaluator_ended", stopped=stop.is_set(), finished=poller.finished)

@@ -24,6 +24,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 _LENGTH_DELIMITED = 2
+_GROUP_TYPES = (3, 4)
 _FIXED_SIZES = {1: 8, 5: 4}
 _DTYPES: dict[int, np.dtype[Any]] = {
     FieldDescriptor.TYPE_FIXED64: np.dtype("<u8"),
@@ -99,6 +100,8 @@ class BulkFormat(Generic[MessageT]):
                     end = position + size
                 elif wire_type == 0:
                     _, end = _read_varint(data, position)
+                elif wire_type in _GROUP_TYPES:
+                    return self._parse_whole(data)  # a field that is unknown here: its end is not said beforehand
                 else:
                     end = position + _FIXED_SIZES[wire_type]
                 if end > len(data):

@@ -5,26 +5,47 @@ Every call names a deadline; nothing is retried by gRPC itself, since not every 
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from typing import TypeVar
 
 import grpc
 
-from paceline.config import RpcConfig
+from paceline.config import RpcConfig, SecurityConfig
 from paceline.errors import DeadlineError, PacelineError
 from paceline.process import StopSignal
+from paceline.rpc.channel import SecuredChannel
 from paceline.rpc.status import RETRYABLE, raising
+from paceline.rpc.tokens import READER
 
 ResultT = TypeVar("ResultT")
 
-
-def open_channel(address: str, config: RpcConfig) -> grpc.Channel:
-    """A channel to `address`, which is resolved again after a broken connection. Connects at the first call."""
-    return grpc.insecure_channel(address, options=channel_options(config))
+NO_SECURITY = SecurityConfig()
+"""No TLS and no tokens, as servers want it that listen to their own machine."""
 
 
-def channel_options(config: RpcConfig) -> list[tuple[str, int]]:
+def open_channel(
+    address: str, config: RpcConfig, security: SecurityConfig = NO_SECURITY, role: str = READER
+) -> grpc.Channel:
+    """A channel to `address`, which is resolved again after a broken connection. Connects at the first call.
+
+    Args:
+        security: TLS and tokens, as the servers have them.
+        role: whose token it shows.
+
+    Raises:
+        ConfigError: the files of `security` are missing or wrong, or a token would go over a network without TLS.
+    """
+    return SecuredChannel(address, channel_options(config), security, role)
+
+
+_BALANCING = json.dumps({"loadBalancingConfig": [{"pick_first": {"shuffleAddressList": True}}]})
+"""Of several servers behind a name each client takes one, by lot, and stays with it: what it tells in turn (streams,
+reports of what acts) comes to one server, in order."""
+
+
+def channel_options(config: RpcConfig) -> list[tuple[str, int | str]]:
     """Client options that agree with `server.server_options` of the same configuration."""
     return [
         ("grpc.max_send_message_length", config.max_message_bytes),
@@ -35,9 +56,14 @@ def channel_options(config: RpcConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # Paceline's own back-off decides; gRPC's may wait for minutes after an outage.
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # No pause, whatever its name says: the time that one attempt to connect may take, its TLS handshake included.
+        # Half of a short call's, so that the call can tell why there is no connection.
+        ("grpc.min_reconnect_backoff_ms", round(config.deadline_seconds * 500)),
         ("grpc.initial_reconnect_backoff_ms", round(config.backoff_initial_seconds * 1000)),
         ("grpc.max_reconnect_backoff_ms", round(config.backoff_max_seconds * 1000)),
+        # A name that moved is looked up again after half a minute otherwise.
+        ("grpc.dns_min_time_between_resolutions_ms", round(config.backoff_max_seconds * 1000)),
+        ("grpc.service_config", _BALANCING),
     ]
 
 

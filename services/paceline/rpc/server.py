@@ -1,4 +1,4 @@
-"""Servers, the same in every service: own port, health, reflection, errors as statuses, drain.
+"""Servers, the same in every service: own port, TLS, tokens, limits, health, reflection, drain.
 
 `Server` is a thread pool, for a service that moves bulk (one event loop starves appends beside a sampler);
 `AioServer` is an event loop, for one that holds many waiting polls.
@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -16,18 +16,19 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from paceline.config import RpcConfig
-from paceline.errors import PacelineError, PortTakenError, TooManyStreamsError
-from paceline.rpc.status import code_of, metadata_of
-from paceline.telemetry import get_logger
+from paceline.config import RpcConfig, SecurityConfig
+from paceline.errors import PortTakenError
+from paceline.rpc.access import Access
+from paceline.rpc.certificates import CertificateFolder
+from paceline.rpc.exposure import require_safe_server
+from paceline.rpc.interceptors import AioInterceptor, ThreadPoolInterceptor
+from paceline.rpc.limits import PeerLimits
 
 SHORT_CALL_THREADS = 16
 """Threads beyond the admitted streams: short calls and health always find one."""
 
-_OURS = "/paceline."
-
-_MAX_DETAILS_LENGTH = 2_000
-"""Of a status message: a peer refuses trailers above 8 KiB, and would see no reason at all."""
+LOOPBACK_ONLY = SecurityConfig()
+"""No TLS and no tokens, so that a server listens to its own machine alone."""
 
 
 class Register(Protocol):
@@ -50,6 +51,12 @@ def server_options(config: RpcConfig) -> list[tuple[str, int]]:
         ("grpc.http2.max_pings_without_data", 0),
         # Half of what the clients use, so that a late ping of theirs is never taken for abuse.
         ("grpc.http2.min_ping_interval_without_data_ms", round(config.keepalive_seconds * 500)),
+        ("grpc.max_connection_age_ms", round(config.connection_seconds * 1000)),
+        # No call or stream lives longer than that.
+        ("grpc.max_connection_age_grace_ms", round((config.stream_seconds + config.deadline_seconds) * 1000)),
+        # Who connects and says nothing holds a place for so long.
+        ("grpc.server_handshake_timeout_ms", round(config.deadline_seconds * 1000)),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
     ]
 
 
@@ -65,6 +72,7 @@ class Server:
         register: Sequence[Register],
         max_streams: int,
         handlers: Sequence[grpc.GenericRpcHandler] = (),
+        security: SecurityConfig = LOOPBACK_ONLY,
     ) -> None:
         """Bind `listen` ("host:port"; port 0 takes any free one).
 
@@ -73,15 +81,18 @@ class Server:
             register: one for each servicer.
             max_streams: streams served at once; more get RESOURCE_EXHAUSTED.
             handlers: further method handlers, such as those with their own (de)serialisers.
+            security: TLS and tokens, which a server that listens to other machines must have.
 
         Raises:
+            ConfigError: the address is open to other machines without them, or their files are wrong.
             PortTakenError: the port is not free.
         """
+        require_safe_server(listen, security)
         self.draining = threading.Event()
         self._config, self._services = config, services
         self._server = grpc.server(
             ThreadPoolExecutor(max_streams + SHORT_CALL_THREADS, thread_name_prefix="rpc"),
-            interceptors=[_StatusInterceptor(max_streams)],
+            interceptors=[ThreadPoolInterceptor(Access(security), PeerLimits(config), max_streams)],
             options=server_options(config),
         )
         self._health = health.HealthServicer(experimental_non_blocking=True)
@@ -91,7 +102,7 @@ class Server:
         self._server.add_generic_rpc_handlers(tuple(handlers))
         for add in register:
             add(self._server)
-        self.port: int = _bind(self._server, listen)
+        self.port: int = _bind(self._server, listen, security)
         self.set_serving(False)
 
     def start(self) -> None:
@@ -125,17 +136,26 @@ class AioServer:
     """An event-loop server; make and use it within the loop. Health says NOT_SERVING until `set_serving(True)`."""
 
     def __init__(
-        self, listen: str, config: RpcConfig, *, services: Sequence[str], register: Sequence[Register]
+        self,
+        listen: str,
+        config: RpcConfig,
+        *,
+        services: Sequence[str],
+        register: Sequence[Register],
+        security: SecurityConfig = LOOPBACK_ONLY,
     ) -> None:
-        """Bind `listen`. Raises PortTakenError when the port is not free."""
+        """Bind `listen`. Raises ConfigError and PortTakenError, as `Server`."""
+        require_safe_server(listen, security)
         self._config, self._services = config, services
-        self._server = grpc.aio.server(interceptors=[_AioStatusInterceptor()], options=server_options(config))
+        self._server = grpc.aio.server(
+            interceptors=[AioInterceptor(Access(security), PeerLimits(config))], options=server_options(config)
+        )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([*services, reflection.SERVICE_NAME, health.SERVICE_NAME], self._server)
         for add in register:
             add(self._server)
-        self.port: int = _bind(self._server, listen)
+        self.port: int = _bind(self._server, listen, security)
 
     async def start(self) -> None:
         """Begin to answer."""
@@ -154,125 +174,21 @@ class AioServer:
         await self._server.stop(self._config.drain_seconds)
 
 
-def _bind(server: Any, listen: str) -> int:
+def _bind(server: Any, listen: str, security: SecurityConfig) -> int:
     message = (
         f"cannot listen on {listen}: the port is taken or the host is not this machine's; "
         "stop what holds it, or set another listen address"
     )
+    credentials = None
+    if security.certificates is not None:
+        folder = CertificateFolder(security.certificates, needs_own=True)
+        credentials = folder.server_credentials(client_certificates=security.client_certificates)
     try:
-        port = int(server.add_insecure_port(listen))
+        port = int(
+            server.add_insecure_port(listen) if credentials is None else server.add_secure_port(listen, credentials)
+        )
     except RuntimeError as error:
         raise PortTakenError(message) from error
     if port == 0:
         raise PortTakenError(message)
     return port
-
-
-class _StatusInterceptor(grpc.ServerInterceptor):
-    """Turns Paceline errors into statuses, and admits a bounded number of streams."""
-
-    def __init__(self, max_streams: int) -> None:
-        self._max_streams = max_streams
-        self._streams = threading.BoundedSemaphore(max_streams)
-
-    def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler | None],
-        details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler | None:
-        handler = continuation(details)
-        if handler is None or not details.method.startswith(_OURS):
-            return handler
-        method = details.method
-        if handler.unary_unary:
-            unary = handler.unary_unary
-
-            def answer(request: Any, context: grpc.ServicerContext) -> Any:
-                try:
-                    return unary(request, context)
-                except Exception as error:
-                    _abort(context, error, method)
-
-            return grpc.unary_unary_rpc_method_handler(
-                answer, handler.request_deserializer, handler.response_serializer
-            )
-        if handler.stream_stream:
-            stream = handler.stream_stream
-
-            def answer_stream(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-                try:
-                    if not self._streams.acquire(blocking=False):
-                        raise TooManyStreamsError(
-                            f"{self._max_streams} streams are open, as many as replay.max_streams admits: "
-                            "retry later, or raise it"
-                        )
-                    try:
-                        yield from stream(requests, context)
-                    finally:
-                        self._streams.release()
-                except Exception as error:
-                    _abort(context, error, method)
-
-            return grpc.stream_stream_rpc_method_handler(
-                answer_stream, handler.request_deserializer, handler.response_serializer
-            )
-        raise TypeError(f"{method}: the thread-pool server serves unary and bidirectional calls")
-
-
-class _AioStatusInterceptor(grpc.aio.ServerInterceptor):
-    """Turns Paceline errors into statuses."""
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        handler = await continuation(details)
-        if handler is None or not details.method.startswith(_OURS):
-            return handler
-        method = details.method
-        if handler.unary_unary:
-            unary = handler.unary_unary
-
-            async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
-                try:
-                    return await unary(request, context)
-                except Exception as error:
-                    await _abort_aio(context, error, method)
-
-            return grpc.unary_unary_rpc_method_handler(
-                answer, handler.request_deserializer, handler.response_serializer
-            )
-        if handler.unary_stream:
-            stream = handler.unary_stream
-
-            async def answer_stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-                try:
-                    async for response in stream(request, context):
-                        yield response
-                except Exception as error:
-                    await _abort_aio(context, error, method)
-
-            return grpc.unary_stream_rpc_method_handler(
-                answer_stream, handler.request_deserializer, handler.response_serializer
-            )
-        raise TypeError(f"{method}: the event-loop server serves unary and server-streaming calls")
-
-
-def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> None:
-    if isinstance(error, PacelineError):
-        context.set_trailing_metadata(metadata_of(error))
-        context.abort(code_of(error), str(error)[:_MAX_DETAILS_LENGTH])
-    if not context.is_active():
-        return  # the caller went away; nobody is left to tell
-    get_logger().error("call_failed", method=method, exc_info=error)
-    context.abort(grpc.StatusCode.INTERNAL, f"{method}: {type(error).__name__}: {error}"[:_MAX_DETAILS_LENGTH])
-
-
-async def _abort_aio(context: grpc.aio.ServicerContext, error: Exception, method: str) -> None:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, PacelineError):
-        await context.abort(code_of(error), str(error)[:_MAX_DETAILS_LENGTH], metadata_of(error))
-    get_logger().error("call_failed", method=method, exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"{method}: {type(error).__name__}: {error}"[:_MAX_DETAILS_LENGTH])

@@ -18,6 +18,8 @@ REASON_KEY = "paceline-error"
 CODES: dict[type[PacelineError], grpc.StatusCode] = {
     errors.InvalidInputError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    errors.ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotFoundError: grpc.StatusCode.NOT_FOUND,
     errors.ConflictError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StoreReadOnlyError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -25,6 +27,7 @@ CODES: dict[type[PacelineError], grpc.StatusCode] = {
     errors.DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.StoreFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.TooManyStreamsError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.TooManyCallsError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.RunFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
 }
@@ -36,6 +39,7 @@ RETRYABLE = (
     errors.StoreFullError,
     errors.StoreReadOnlyError,
     errors.TooManyStreamsError,
+    errors.TooManyCallsError,
     errors.RunFullError,
     errors.DeadlineError,
 )
@@ -43,6 +47,8 @@ RETRYABLE = (
 
 _BY_CODE: dict[grpc.StatusCode, type[PacelineError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidInputError,
+    grpc.StatusCode.UNAUTHENTICATED: errors.UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: errors.ForbiddenError,
     grpc.StatusCode.NOT_FOUND: errors.NotFoundError,
     grpc.StatusCode.FAILED_PRECONDITION: errors.ConflictError,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineError,
