@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from paceline.errors import RunMismatchError
 
 PROTOCOL_VERSION = 1
-"""Version of the wire protocol; peers of another one are refused."""
+"""Version of the wire protocol, which a caller says. It grows only where an addition would not do: where what is there
+gets another meaning."""
+
+OLDEST_PROTOCOL_VERSION = max(1, PROTOCOL_VERSION - 1)
+"""The oldest that is served: the one of the release before, since servers are replaced before their clients."""
 
 
 @dataclass(frozen=True, order=True)

@@ -17,7 +17,10 @@ class FaultyRedis:
         """Where connections that come from now on lead; those that are open stay where they are."""
         self.fault: str | None = None
         self.only: bytes | None = None
-        """Where set, only commands of this name meet the fault."""
+        """Where set, only commands of this name meet the fault, or are held."""
+        self.pass_first: int | None = None
+        """Where set, so many commands named `only` are answered, and those after them when `released` is set."""
+        self.released = threading.Event()
         self.delay: Callable[[], float] = float
         """Seconds that a reply waits."""
         self.lose_replies_to: bytes | None = None
@@ -34,6 +37,7 @@ class FaultyRedis:
         return f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
 
     def close(self) -> None:
+        self.released.set()
         for connection in [self._listener, *self._open]:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in accept or recv
@@ -68,12 +72,19 @@ class FaultyRedis:
                     if self.lose_replies_to is not None and self.lose_replies_to in command:
                         self.lose_replies_to = None
                         break
+                    self._hold(command)
                     threading.Event().wait(self.delay())
                     client.sendall(reply)
             except (OSError, ValueError):
                 pass  # either side has closed
         client.close()
         upstream.close()
+
+    def _hold(self, command: bytes) -> None:
+        if self.pass_first is not None and self.only is not None and self.only in command[:32]:
+            self.pass_first -= 1
+            if self.pass_first < 0:
+                self.released.wait()
 
 
 def _read_value(stream: BinaryIO) -> bytes:

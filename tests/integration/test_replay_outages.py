@@ -11,6 +11,8 @@ from integration.replay_harness import (
     RUN,
     SPEC,
     TABLE,
+    Client,
+    ReplayProcess,
     ReplayThread,
     block,
     free_port,
@@ -22,6 +24,7 @@ from integration.replay_harness import (
 )
 from paceline.errors import (
     ConfigError,
+    PacelineError,
     PortTakenError,
     StoreFullError,
     StoreReadOnlyError,
@@ -238,11 +241,69 @@ def test_an_evicting_redis_is_refused_at_the_start(redis_server, redis_client):
     assert "maxmemory-policy allkeys-lru" in str(refused.error)
 
 
-def test_a_redis_that_is_not_there_ends_replay_at_once():
-    refused = ReplayThread(make_config(f"redis://127.0.0.1:{free_port()}/0"))
-    refused.join()
+def test_a_redis_that_is_not_there_is_waited_for_as_long_as_was_said():
+    away = make_config(f"redis://127.0.0.1:{free_port()}/0", replay={"redis_start_seconds": 1.5})
+    with structlog.testing.capture_logs() as events:
+        refused = ReplayThread(away)
+        refused.join()
     assert isinstance(refused.error, UnavailableError)
     assert "is it running?" in str(refused.error)
+    assert "waited for 1.5 s, as replay.redis_start_seconds says" in str(refused.error)
+    waits = [event for event in events if event["event"] == "waiting_for_redis"]
+    assert len(waits) == 1  # the reason is told once, not with every try
+    assert "cannot be reached" in waits[0]["reason"]
+
+
+def test_a_stop_ends_the_wait_for_redis_in_peace():
+    config = make_config(f"redis://127.0.0.1:{free_port()}/0")
+    waiting, client = ReplayThread(config), Client(config)
+    wait_until(lambda: client.health() == "NOT_SERVING", "the server answers")
+    waiting.stop()
+    client.close()
+    assert waiting.error is None
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [("unix://:wrong@{path}", "does not admit us"), ("unix://:secret@{path}?db=9999", "DB index is out of range")],
+    ids=["password", "database"],
+)
+def test_what_no_wait_would_mend_ends_replay_at_once(own_redis, url, reason):
+    with redis.Redis.from_url(own_redis.url) as store:
+        store.config_set("requirepass", "secret")
+    refused = ReplayThread(make_config(url.format(path=own_redis.url.removeprefix("unix://"))))
+    refused.join()
+    assert isinstance(refused.error, PacelineError)
+    assert reason in str(refused.error)
+    assert "secret" not in str(refused.error)
+
+
+def test_replay_and_redis_killed_at_once_need_no_hand_in_whichever_order_they_come_back(own_redis):
+    config = make_config(own_redis.url)
+    replay, client = ReplayProcess(config), Client(config)
+    client.wait_until_serving()
+    client.open()
+    client.append_rows(7)
+    own_redis.process.kill()
+    replay.kill()
+    own_redis.process.wait()
+
+    replay = ReplayProcess(config, resume=True)
+    try:
+        wait_until(lambda: client.health() == "NOT_SERVING", "replay answers, and waits for Redis")
+        assert replay.metrics()["paceline_replay_redis_available"] == 0
+        with pytest.raises(UnavailableError, match="still restoring"):
+            client.append(request(8, block(70, 10)))
+        own_redis.restart()
+        client.wait_until_serving()
+        assert replay.metrics()["paceline_replay_redis_available"] == 1
+        assert client.append(request(7, block(60, 10)))[0].duplicate
+        client.append_rows(1, first=7)
+        assert set(client.sample_values(3000).tolist()) == set(range(80))
+        replay.stop()
+    finally:
+        client.close()
+        replay.kill()
 
 
 def test_a_second_replay_on_the_same_port_is_refused_and_leaves_the_first_alone(redis_server, serve):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import urllib.request
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from free_ports import free_port
 from paceline.config import build
 from paceline.errors import ConfigError, NonFiniteError
 from paceline.learner.main import run
@@ -49,13 +49,12 @@ def test_a_bound_that_no_run_can_keep_to_is_refused_before_the_run_begins(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_learner_that_meets_a_number_that_is_not_finite_shows_it_to_who_reads_its_metrics(
+def test_a_learner_that_meets_a_number_that_is_not_finite_shows_it_to_all_who_read_its_metrics(
     tmp_path: Path, monkeypatch
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pages: list[str] = []
+    stop = StopSignal()
 
     def read() -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
@@ -63,22 +62,37 @@ def test_a_learner_that_meets_a_number_that_is_not_finite_shows_it_to_who_reads_
 
     def diverge(*_: object) -> None:
         read()
-        readers.append(threading.Thread(target=read_until_it_shows))
+        readers.append(threading.Thread(target=read_until_it_was_shown_twice))
         readers[0].start()
         raise NonFiniteError("critic weight '1.weight' holds a NaN")
 
-    def read_until_it_shows() -> None:
-        while "paceline_learner_non_finite_total 1.0" not in pages[-1]:
+    def read_until_it_was_shown_twice() -> None:
+        while sum("paceline_learner_non_finite_total 1.0" in page for page in pages) < 2:
             read()
+        stop.set()
 
     readers: list[threading.Thread] = []
     monkeypatch.setattr("paceline.learner.main._Training.run", diverge)
     monkeypatch.setattr("paceline.learner.main.LAST_READ_SECONDS", 60.0)
     config = build(
-        {"run": {"id": "trial", "directory": str(tmp_path)}, "learner": {"metrics_listen": f"127.0.0.1:{port}"}}
+        {
+            "run": {"id": "trial", "directory": str(tmp_path)},
+            "learner": {
+                "metrics_listen": f"127.0.0.1:{port}",
+                "listen": "127.0.0.1:0",
+                "endpoint_metrics_listen": "127.0.0.1:0",
+            },
+        }
     )
     with pytest.raises(NonFiniteError):
-        run(config, resume=False, stop=StopSignal())
+        run(config, resume=False, stop=stop)
     readers[0].join(30)
     assert "paceline_learner_non_finite_total 0.0" in pages[0]
+
+    # Whoever looked too rarely to see it hears of it from the next learner of the run.
+    def read_once(*_: object) -> None:
+        read()
+
+    monkeypatch.setattr("paceline.learner.main._Training.run", read_once)
+    run(config, resume=True, stop=StopSignal())
     assert "paceline_learner_non_finite_total 1.0" in pages[-1]

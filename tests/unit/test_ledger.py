@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,34 @@ def test_a_damaged_file_is_named(run_folder: Path, name: str, damage: str) -> No
     )
     with pytest.raises(InvalidInputError, match=f"{name} is damaged"):
         Ledger.open(run_folder, resume=True)
+
+
+def test_what_ended_by_a_number_that_is_not_finite_is_counted_over_all_incarnations(run_folder: Path) -> None:
+    for count in range(2):
+        with Ledger.open(run_folder, resume=True) as ledger:
+            assert ledger.non_finite_count == count
+            ledger.note_non_finite()
+    with Ledger.open(run_folder, resume=True) as ledger:
+        assert ledger.non_finite_count == 2
+
+
+def test_a_folder_keeps_the_id_of_its_learner_and_no_two_have_the_same(run_folder: Path, tmp_path: Path) -> None:
+    with Ledger.open(run_folder, resume=False) as ledger:
+        first = ledger.learner_id
+    with Ledger.open(run_folder, resume=True) as ledger:
+        assert (ledger.learner_id, ledger.incarnation) == (first, 2)
+    with Ledger.open(tmp_path / "other", resume=False) as ledger:
+        assert ledger.learner_id != first
+
+
+def test_a_folder_of_the_release_before_gets_an_id_and_goes_on_counting(run_folder: Path) -> None:
+    Ledger.open(run_folder, resume=False).close()
+    path = run_folder / "learner" / "incarnation.json"
+    content = {"incarnation": 7}
+    text = json.dumps(content)
+    path.write_text(json.dumps({"content": content, "crc32": zlib.crc32(text.encode())}))
+    with Ledger.open(run_folder, resume=True) as ledger:
+        assert ledger.incarnation == 8
+        made = ledger.learner_id
+    with Ledger.open(run_folder, resume=True) as ledger:
+        assert ledger.learner_id == made

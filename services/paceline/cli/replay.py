@@ -12,7 +12,7 @@ import typer
 import typer.core
 
 from paceline import config, process
-from paceline.cli.starting import ConfigPath, Overrides, Resume, WithParent, explained, start
+from paceline.cli.starting import ConfigPath, Overrides, Resume, ResumeOrStart, WithParent, explained, start
 from paceline.errors import ConflictError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def serve(
     path: ConfigPath = None,
     overrides: Overrides = None,
     resume: Resume = False,
+    resume_or_start: ResumeOrStart = False,
     shard: Annotated[int, typer.Option(help="Which of replay.shards this is, from 0 on.")] = 0,
     with_parent: WithParent = False,
 ) -> None:
@@ -51,7 +52,7 @@ def serve(
     def run(settings: config.Config, stop: process.StopSignal) -> None:
         from paceline.replay import main
 
-        main.run(settings, resume=resume, stop=stop, shard=shard)
+        main.run(settings, resume=resume or resume_or_start, stop=stop, shard=shard)
 
     start("replay", path, overrides, run, with_parent=with_parent)
 

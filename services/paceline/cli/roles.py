@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from paceline import __version__, config, process
-from paceline.cli.starting import ConfigPath, Overrides, Resume, WithParent, explained, load, start
+from paceline.cli.starting import (
+    ConfigPath,
+    Overrides,
+    Resume,
+    ResumeOrStart,
+    WithParent,
+    explained,
+    load,
+    start,
+)
 
 app = typer.Typer(
     help="Reinforcement learning with separate services, and a policy lag that is known.",
@@ -39,14 +48,18 @@ def train(
 
 @app.command()
 def learner(
-    path: ConfigPath = None, overrides: Overrides = None, resume: Resume = False, with_parent: WithParent = False
+    path: ConfigPath = None,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    resume_or_start: ResumeOrStart = False,
+    with_parent: WithParent = False,
 ) -> None:
     """Run the learner: train, and serve snapshots of the actor."""
 
     def run(settings: config.Config, stop: process.StopSignal) -> None:
         from paceline.learner import main
 
-        main.run(settings, resume=resume, stop=stop)
+        main.run(settings, resume=resume or resume_or_start, stop=stop)
 
     start("learner", path, overrides, run, with_parent=with_parent)
 
@@ -78,6 +91,18 @@ def evaluator(path: ConfigPath = None, overrides: Overrides = None, with_parent:
         main.run(settings, stop=stop)
 
     start("evaluator", path, overrides, run, with_parent=with_parent)
+
+
+@app.command()
+def relay(path: ConfigPath = None, overrides: Overrides = None, with_parent: WithParent = False) -> None:
+    """Run a relay: serve the learner's snapshots again, to many collectors or further relays."""
+
+    def run(settings: config.Config, stop: process.StopSignal) -> None:
+        from paceline.relay import main
+
+        main.run(settings, stop=stop)
+
+    start("relay", path, overrides, run, with_parent=with_parent)
 
 
 @app.command(name="config")

@@ -27,6 +27,10 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the file's.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with a run that exists, from its last checkpoint.")]
+ResumeOrStart = Annotated[
+    bool,
+    typer.Option("--resume-or-start", help="Go on with the run where it exists, else begin it: for containers."),
+]
 WithParent = Annotated[bool, typer.Option("--with-parent", hidden=True, help="Stop when the launcher is gone.")]
 
 
@@ -67,11 +71,25 @@ def start(
             settings = config.with_run_id(settings, f"{path.stem if path else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}")
         process.limit_threads(os.environ, settings.learner.threads if service == "learner" else 1)
         process.tune_allocator()
-        if logs:
-            from paceline import telemetry
+        from paceline import telemetry
 
+        if logs:
             telemetry.configure_logging(service, run=settings.run_id)
+        if last_page := os.environ.get(telemetry.LAST_PAGE_VARIABLE):
+            telemetry.MetricsServer.last_page = Path(last_page)
         run(settings, stop)
+        _exit_at_once()
+
+
+def _exit_at_once() -> None:
+    """End the process with 0: everything is closed and written, and nothing is left to do.
+
+    Python would take itself apart first. With torch loaded that is half a second of a core, so on a busy machine it is
+    many seconds of a grace period.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Two processes of a learner keep it, each its own part, under `<run folder>/learner/`:
 
-- the training process holds `lock` for its life and owns `incarnation.json` (`Ledger`);
+- the training process holds `lock` for its life and owns `incarnation.json` and `failures.json` (`Ledger`);
 - its endpoint process holds `endpoint.lock` and owns `version` and `members.json` (`EndpointLedger`).
 
 So two learners of one run exclude each other, and a new learner waits for the endpoint of one that was killed.
@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import time
+import uuid
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,13 +35,19 @@ Members = dict[str, dict[int, int]]
 class Ledger:
     """The training process's part: the exclusive hold on a run, and the learner's incarnation."""
 
-    def __init__(self, lock: int, *, incarnation: int, last_version: int) -> None:
+    def __init__(
+        self, lock: int, folder: Path, *, learner_id: str, incarnation: int, last_version: int, non_finite_count: int
+    ) -> None:
         """Use `open`."""
-        self._lock = lock
+        self._lock, self._folder = lock, folder
+        self.learner_id = learner_id
+        """Of the run's folder, made with its first incarnation: two folders never have the same."""
         self.incarnation = incarnation
         """Of this start: one more than any before."""
         self.last_version = last_version
         """The last version that was served, by any incarnation; 0: none. Publish above it."""
+        self.non_finite_count = non_finite_count
+        """Incarnations that ended by a number that is not finite."""
 
     @classmethod
     def open(cls, run_folder: Path, resume: bool) -> Ledger:
@@ -63,18 +70,31 @@ class Ledger:
                     seconds=ENDPOINT_END_SECONDS,
                 )
             )
-            incarnation, version = _read_incarnation(folder), _read_version(folder)
+            (learner_id, incarnation), version = _read_incarnation(folder), _read_version(folder)
             members = _read_members(folder)
             if not resume and (version or any(members.values())):
                 raise ConflictError(
                     f"run {run_folder.name!r} was used before (incarnation {incarnation}, version {version}, in "
                     f"{run_folder}): resume it with --resume, or choose another run.id"
                 )
-            _write_file(folder / "incarnation.json", _seal({"incarnation": incarnation + 1}))
-            return cls(lock, incarnation=incarnation + 1, last_version=version)
+            content = {"incarnation": incarnation + 1, "learner_id": learner_id}
+            _write_file(folder / "incarnation.json", _seal(content))
+            return cls(
+                lock,
+                folder,
+                learner_id=learner_id,
+                incarnation=incarnation + 1,
+                last_version=version,
+                non_finite_count=_read_non_finite_count(folder),
+            )
         except BaseException:
             os.close(lock)
             raise
+
+    def note_non_finite(self) -> None:
+        """This incarnation ends by a number that is not finite: remember that, durably."""
+        self.non_finite_count += 1
+        _write_file(self._folder / "failures.json", _seal({"non_finite": self.non_finite_count}))
 
     def close(self) -> None:
         """Let go of the run."""
@@ -207,9 +227,15 @@ def _read_file(path: Path) -> dict[str, Any] | None:
     return _unseal(path, path.read_bytes()) if path.exists() else None
 
 
-def _read_incarnation(folder: Path) -> int:
-    content = _read_file(folder / "incarnation.json")
-    return 0 if content is None else int(content["incarnation"])
+def _read_incarnation(folder: Path) -> tuple[str, int]:
+    """The id of the folder's learner, made where it has none yet, and the incarnation that it reached."""
+    content = _read_file(folder / "incarnation.json") or {}
+    return str(content.get("learner_id") or uuid.uuid4().hex), int(content.get("incarnation", 0))
+
+
+def _read_non_finite_count(folder: Path) -> int:
+    content = _read_file(folder / "failures.json")
+    return 0 if content is None else int(content["non_finite"])
 
 
 def _read_version(folder: Path) -> int:

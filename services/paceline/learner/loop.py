@@ -12,6 +12,7 @@ import torch
 
 from paceline.config import Config
 from paceline.errors import DeadlineError, StarvedError
+from paceline.health import Doing
 from paceline.identity import PolicyIdentity
 from paceline.lag.bound import Starvation
 from paceline.learner.algorithms import Algorithm, TransitionBatch
@@ -174,7 +175,7 @@ class Loop:
             if isinstance(counting, Starvation):
                 stop.wait(PASS_OVER_SECONDS)
                 self._lag.count()
-                self._metrics.starved_seconds.inc(time.monotonic() - began)
+                self._metrics.starved.add(time.monotonic() - began, counting.smallest_bound)
                 self._note_starvation(str(counting), began)
                 continue
             self._starved_since, self._starvation_said = None, False
@@ -212,6 +213,10 @@ class Loop:
             self._algorithm.check_finite()
             self._write_checkpoint(self.progress)
 
+    def doing(self) -> Doing:
+        """What the loop does, and since how many seconds. From any thread."""
+        return self._clock.doing()
+
     def identity(self) -> PolicyIdentity:
         """The newest published policy."""
         return PolicyIdentity(self._incarnation, self.progress.policy_version)
@@ -221,6 +226,7 @@ class Loop:
         self._clock.switch("waiting")
         since, said = time.monotonic(), False
         while not stop.is_set():
+            self._clock.turn()
             self._check_endpoint()
             began = time.monotonic()
             try:

@@ -16,8 +16,9 @@ from paceline.actors import ActorSemantics, build_actor, squashed_gaussian_seman
 from paceline.config import Config
 from paceline.envs import describe_environment
 from paceline.errors import CheckpointError, ConfigError, DeadlineError, NonFiniteError, PacelineError
+from paceline.health import Health
 from paceline.identity import PolicyIdentity
-from paceline.lag.bound import LagBound, require_reachable, smallest_reachable_bound
+from paceline.lag.bound import LagBound, LearnerVersion, require_reachable, smallest_reachable_bound
 from paceline.lag.injection import make_injector
 from paceline.learner.algorithms import Algorithm, build_algorithm
 from paceline.learner.checkpoint import Checkpoints, Counters
@@ -31,24 +32,30 @@ from paceline.learner.training_lag import TrainingLag
 from paceline.process import StopSignal
 from paceline.rows import RowSpec, transition_spec
 from paceline.rpc.client import Backoff, call_until_answered, open_channel
+from paceline.rpc.tokens import LEARNER
 from paceline.rpc.wire import row_spec_to_wire
 from paceline.snapshot import make_header, pack_state
 from paceline.telemetry import get_logger, serve_metrics
 from paceline.v1 import replay_pb2, replay_pb2_grpc
 
 LAST_READ_SECONDS = 6.0
-"""A learner that ends by a number that is not finite waits so long for a last look at its metrics, a little longer
-than deploy/prometheus lets pass between two; not at all where nobody looks."""
+"""A learner that ends by a number that is not finite keeps its /metrics for so long, a little longer than
+deploy/prometheus lets pass between two scrapes; not at all where nobody looks. To slower ones the next learner of the
+run tells of it, since the count goes on."""
 
 
 def run(config: Config, *, resume: bool, stop: StopSignal) -> None:
     """Train until the run ends or the process is asked to stop; either way a checkpoint is written.
 
+    Args:
+        resume: go on from the newest checkpoint; a run that stopped before its first begins.
+
     Raises:
         ConfigError: there is no such device, not the memory to follow the table, or a bound on the lag that cannot be
             met.
-        ConflictError: the run is used and `resume` is not asked for, or another learner has it.
-        CheckpointError: there is no checkpoint to resume from, or it is damaged or of another run.
+        ConflictError: the run is used and `resume` is not asked for, another learner has it, or the rows in replay
+            came about under the learner of another folder.
+        CheckpointError: policies were published and their checkpoints are gone, or one is damaged or of another run.
         NonFiniteError: a loss, gradient or weight is not finite; nothing of it was published or saved.
     """
     torch.set_num_threads(config.learner.threads)
@@ -65,7 +72,8 @@ def run(config: Config, *, resume: bool, stop: StopSignal) -> None:
     require_ring_fits(config, spec, device)
     registry = CollectorRegistry()
     metrics = LearnerMetrics(registry)
-    server = serve_metrics(registry, config.learner.metrics_listen, "learner")
+    health = Health(config.run.stuck_seconds)
+    server = serve_metrics(registry, config.learner.metrics_listen, "learner", health)
     try:
         with Ledger.open(config.run_folder, resume) as ledger, contextlib.ExitStack() as cleanup:
             published = None
@@ -73,13 +81,26 @@ def run(config: Config, *, resume: bool, stop: StopSignal) -> None:
                 published = PublishedVersions(config.run_folder / "learner" / "publications.jsonl")
                 cleanup.callback(published.close)
             training = _Training(
-                config, ledger, spec, semantics, metrics, published=published, device=device, resume=resume
+                config,
+                ledger,
+                spec,
+                semantics,
+                metrics,
+                health,
+                published=published,
+                device=device,
+                resume=resume,
             )
-            training.run(stop)
+            metrics.non_finite.go_on_from(ledger.non_finite_count)
+            try:
+                training.run(stop)
+            except NonFiniteError:
+                metrics.non_finite.note()
+                ledger.note_non_finite()
+                raise
     except NonFiniteError:
         # Everybody knows already: the endpoint told that this learner failed, and the run is free for the next.
-        metrics.non_finite.note()
-        metrics.non_finite.wait_until_read(LAST_READ_SECONDS)
+        metrics.non_finite.wait_for_readers(LAST_READ_SECONDS, stop)
         raise
     finally:
         server.close()
@@ -95,6 +116,7 @@ class _Training:
         spec: RowSpec,
         semantics: ActorSemantics,
         metrics: LearnerMetrics,
+        health: Health,
         *,
         published: PublishedVersions | None,
         device: torch.device,
@@ -102,7 +124,8 @@ class _Training:
     ) -> None:
         self._device = device
         self._config, self._spec, self._semantics, self._metrics = config, spec, semantics, metrics
-        self._incarnation = ledger.incarnation
+        self._health = health
+        self._incarnation, self._learner_id = ledger.incarnation, ledger.learner_id
         self._log = get_logger()
         self._checkpoints = Checkpoints(
             config.run_folder / "checkpoints",
@@ -116,6 +139,8 @@ class _Training:
         # Versions go on above the last one that was served, which a checkpoint may be older than.
         self._start = Progress(policy_version=ledger.last_version)
         self._resumed = resume and self._restore(ledger.last_version)
+        if resume and not self._resumed:
+            self._log.warning("nothing_to_resume", meaning="the run's folder has no checkpoint; the run begins")
         self._bound = LagBound(config.lag.max_lag_versions, self._start.policy_version if self._resumed else 0)
         self._published = published
         self._endpoint: Endpoint
@@ -144,14 +169,20 @@ class _Training:
             self._start = replace(self._start, policy_version=self._start.policy_version + 1)
             # Served before replay is even asked for, so that nobody's readiness waits for anybody's.
             self._publish(self._start)
+            self._health.set_ready()
             with contextlib.ExitStack() as cleanup:
                 source = None
                 if not self._config.follows:
                     # Processes are started while this one has no channel open.
-                    source = open_samples(self._config, self._spec, **self._source_options())
+                    newest = LearnerVersion(
+                        self._start.policy_version,
+                        incarnation=self._incarnation,
+                        base_version=self._bound.base_version,
+                    )
+                    source = open_samples(self._config, self._spec, learner_version=newest, **self._source_options())
                     cleanup.callback(source.close)
                 channels = [
-                    cleanup.enter_context(open_channel(address, self._config.rpc))
+                    cleanup.enter_context(open_channel(address, self._config.rpc, self._config.security, LEARNER))
                     for address in self._config.replay.shard_addresses()
                 ]
                 try:
@@ -168,6 +199,7 @@ class _Training:
                         channels,
                         self._spec,
                         base_version=self._bound.base_version,
+                        learner_incarnation=self._incarnation,
                         **self._source_options(),
                     )
                     cleanup.callback(source.close)
@@ -203,6 +235,7 @@ class _Training:
             record=self._record,
             check_endpoint=self._endpoint.check,
         )
+        self._health.watch(loop.doing, exempt=("starting", "finishing"))
         finished = loop.run(stop)
         source.close()
         self._log.info("training_ended", finished=finished, **vars(loop.progress))
@@ -243,10 +276,17 @@ class _Training:
 
         Raises:
             DeadlineError: the process was asked to stop first.
+            ConflictError: its rows came about under another learner, or (ReplacedError) a newer one took over.
         """
         stub = replay_pb2_grpc.ReplayServiceStub(channel)
         run_id, table = self._config.run_id, self._config.learner.table
-        request = replay_pb2.OpenTableRequest(run_id=run_id, table=table, row_spec=row_spec_to_wire(self._spec))
+        request = replay_pb2.OpenTableRequest(
+            run_id=run_id,
+            table=table,
+            row_spec=row_spec_to_wire(self._spec),
+            learner_id=self._learner_id,
+            learner_incarnation=self._incarnation,
+        )
         deadline = self._config.rpc.deadline_seconds
         said = ""
 

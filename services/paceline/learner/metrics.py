@@ -6,11 +6,14 @@ import threading
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from paceline.errors import DeadlineError, UnavailableError
 from paceline.lag.clock import ClockOffset
-from paceline.learner.row_metrics import NonFiniteUpdates, TrainedRows
+from paceline.learner.row_metrics import NonFiniteUpdates, StarvedTime, TrainedRows
 from paceline.telemetry import SECONDS_BUCKETS
 
 ACTIVITIES = ("starting", "waiting", "updating", "publishing", "checkpointing", "recording", "finishing")
+USUAL_CUTS = (UnavailableError, DeadlineError)
+"""Why a stream of rows is cut as a rule: replay is away, or its limiter held the stream back for too long."""
 
 
 class LearnerMetrics:
@@ -30,11 +33,7 @@ class LearnerMetrics:
         )
         self.rows = TrainedRows(registry)
         self.non_finite = NonFiniteUpdates(registry)
-        self.starved_seconds = Counter(
-            "paceline_learner_starved_seconds_total",
-            "Seconds without a batch that lag.max_lag_versions lets through. Bad: growing.",
-            registry=registry,
-        )
+        self.starved = StarvedTime(registry)
         self.publish_seconds = Histogram(
             "paceline_learner_snapshot_publish_seconds",
             "Seconds that the training loop spends on one snapshot. Bad: above a tenth of the time between two.",
@@ -59,6 +58,8 @@ class LearnerMetrics:
             ["reason"],
             registry=registry,
         )
+        for error in USUAL_CUTS:
+            self.sample_failures.labels(error.__name__)  # served as 0: the first one is no growth otherwise
         self.shard_skips = Counter(
             "paceline_learner_shard_skips_total",
             "Batches put together without rows of a shard, since it was away. Bad: growing for longer than the shard "
@@ -105,6 +106,7 @@ class LearnerMetrics:
 
     def set_max_lag_versions(self, value: int) -> None:
         """The bound on the lag, of a run that has one."""
+        self.starved.set_bound(value)
         self._gauge(
             "max_lag_versions", "The bound, lag.max_lag_versions. Bad: below the publish lag: collectors pause."
         ).set(value)

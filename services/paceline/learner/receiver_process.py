@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config import RpcConfig
+from paceline.config import RpcConfig, SecurityConfig
 from paceline.errors import BlockError, PacelineError
 from paceline.learner.batch_memory import BatchMemory
 from paceline.learner.control import Message, take_messages
@@ -31,6 +31,7 @@ from paceline.learner.replay_stream import ReplayStream
 from paceline.process import tune_allocator
 from paceline.rpc.bulk import SAMPLE_RESPONSE, Bulk
 from paceline.rpc.client import open_channel
+from paceline.rpc.tokens import LEARNER
 from paceline.telemetry import configure_logging, get_logger
 from paceline.v1 import replay_pb2
 
@@ -105,10 +106,12 @@ class Receiver:
             table=declaration.table,
             batch_size=self._batch_size,
             row_details=self._details,
+            base_version=fields["base_version"],
+            learner_incarnation=fields["learner_incarnation"],
         )
         rpc = RpcConfig.model_validate(fields["rpc"])
         peer = f"replay at {fields['address']}"
-        channel = open_channel(fields["address"], rpc)
+        channel = open_channel(fields["address"], rpc, SecurityConfig.model_validate(fields["security"]), LEARNER)
         self._stream = ReplayStream(channel, declaration, rpc, peer=peer, on_cut=self._tell_cut)
         self._clock = ReplayClock(
             self._stream.stub,

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from paceline.lag.attribution import PARTS, Attribution
+from paceline.process import StopSignal
 from paceline.telemetry import LAG_BUCKETS, BulkHistogram
 
 UPDATE_LAG_BUCKETS = tuple(bound * 10 for bound in LAG_BUCKETS)
+WORKABLE_SHARE = 0.01
+"""A bound is workable that leaves the learner without rows for less than this share of its time."""
 AGE_BUCKETS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400)
 
 
@@ -65,14 +70,15 @@ class TrainedRows:
         self._trained = self._counter("trained_rows", "Rows trained on. Bad: a rate of 0 while rows arrive.", labels=())
         self._masked = self._counter(
             "masked_rows",
-            "Rows over lag.max_lag_versions that were drawn and got no weight. Bad: above a hundredth of those "
+            "Draws of rows over lag.max_lag_versions that were made and got no weight. Bad: above a hundredth of those "
             "trained on.",
             labels=(),
         )
         self._skipped = self._counter(
             "skipped_rows",
-            "Rows over lag.max_lag_versions that would have been drawn with those that were, if the bound did not keep "
-            "them from it. Bad: a rate above that of the rows trained on.",
+            "Draws, not distinct rows: how many draws of rows over lag.max_lag_versions would have come with those "
+            "that were made, if the bound did not keep them from it; so one row counts again and again. Bad: a rate "
+            "above that of the rows trained on.",
             labels=(),
         )
         self._part_versions = self._counter(
@@ -152,33 +158,109 @@ class TrainedRows:
         return Counter(f"paceline_learner_{thing}_total", documentation, labels, registry=self._members)
 
 
+class StarvedTime:
+    """How long the bound on the lag left no row to train on, and under which bound that would hardly have been."""
+
+    _SECONDS = "paceline_learner_starved_seconds"
+    _WORKABLE = "paceline_learner_workable_lag_versions"
+
+    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds."""
+        self._lock, self._clock, self._began = threading.Lock(), clock, clock()
+        self._bound = 0
+        self._seconds = 0.0
+        self._by_bound: dict[float, float] = {}
+        """Seconds by the smallest bound under which a batch could have been drawn then; infinity: it is not known."""
+        registry.register(self)
+
+    def set_bound(self, max_lag_versions: int) -> None:
+        """The bound in force."""
+        self._bound = max_lag_versions
+
+    def add(self, seconds: float, smallest_bound: int | None) -> None:
+        """There was no batch for so long, and with this bound there would have been one; None: that is not known."""
+        needed = math.inf if smallest_bound is None else _rounded_up(smallest_bound)
+        with self._lock:
+            self._seconds += seconds
+            self._by_bound[needed] = self._by_bound.get(needed, 0.0) + seconds
+
+    def find_workable_bound(self) -> int | None:
+        """The smallest bound, not below the one in force, under which less than WORKABLE_SHARE of the time so far would
+        have been without a batch; None where it was never starved, or that is not known."""
+        with self._lock:
+            most = WORKABLE_SHARE * max(self._clock() - self._began, 0.0)
+            left, workable = 0.0, math.inf
+            for bound in sorted(self._by_bound, reverse=True):
+                left += self._by_bound[bound]
+                if left >= most:
+                    workable = bound
+                    break
+            else:
+                workable = self._bound if self._by_bound else math.inf
+        return None if math.isinf(workable) else max(int(workable), self._bound)
+
+    def collect(self) -> Iterator[Metric]:
+        """For the registry."""
+        yield CounterMetricFamily(
+            self._SECONDS,
+            "Seconds without a batch that lag.max_lag_versions lets through. Bad: growing.",
+            self._seconds,
+        )
+        workable = self.find_workable_bound()
+        if workable is not None:
+            yield GaugeMetricFamily(
+                self._WORKABLE,
+                "The smallest lag.max_lag_versions under which less than 1 % of the time so far would have been "
+                "starved, if nothing else changed; absent where the bound never starved. Bad: above that in force.",
+                workable,
+            )
+
+    def describe(self) -> Iterator[Metric]:
+        """For the registry: the names."""
+        yield CounterMetricFamily(self._SECONDS, "")
+        yield GaugeMetricFamily(self._WORKABLE, "")
+
+
+def _rounded_up(bound: int) -> int:
+    """To two digits, so that there are few different ones however long a run is."""
+    unit: int = max(10 ** (len(str(bound)) - 2), 1)
+    return -(-bound // unit) * unit
+
+
 class NonFiniteUpdates:
-    """A counter that knows whether somebody has read of an error which ends the process."""
+    """A counter of errors that end the process. It goes on over restarts, and knows whether anybody reads it."""
 
     _NAME = "paceline_learner_non_finite"
     _DOCUMENTATION = (
-        "Updates whose loss, gradient or weights were NaN or infinite; the learner ends with the first. Bad: above 0."
+        "Updates of the run whose loss, gradient or weights were NaN or infinite; each ends the learner. Bad: above 0."
     )
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._count = 0
-        self._has_readers, self._was_read = threading.Event(), threading.Event()
+        self._count: int | None = None
+        self._has_readers = threading.Event()
         registry.register(self)
+
+    def go_on_from(self, count: int) -> None:
+        """So many were noted by earlier processes of the run."""
+        self._count = count
 
     def note(self) -> None:
         """There was one."""
-        self._count += 1
+        self._count = (self._count or 0) + 1
 
-    def wait_until_read(self, seconds: float) -> bool:
-        """Wait until /metrics was read since `note`; at most so long, and not at all where nobody ever read it."""
-        return self._has_readers.is_set() and self._was_read.wait(seconds)
+    def wait_for_readers(self, seconds: float, stop: StopSignal) -> None:
+        """Stay for so long, unless nobody ever read /metrics, or the process is asked to stop.
+
+        The whole time, whoever reads meanwhile: there may be several readers, and they are not told apart.
+        """
+        if self._has_readers.is_set():
+            stop.wait(seconds)
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """For the registry."""
-        yield CounterMetricFamily(self._NAME, self._DOCUMENTATION, value=self._count)
+        """For the registry. Absent until it is known how many there were: a 0 before would make them new."""
         self._has_readers.set()
-        if self._count:
-            self._was_read.set()
+        if self._count is not None:
+            yield CounterMetricFamily(self._NAME, self._DOCUMENTATION, value=self._count)
 
     def describe(self) -> Iterator[CounterMetricFamily]:
         """For the registry: the name."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from paceline.errors import LimiterTimeoutError, StarvedError, UnavailableError
+from paceline.lag.bound import LearnerVersion, Starvation
 from paceline.replay.metrics import TableMetrics
-from paceline.rows import ByteMatrix
+from paceline.replay.skipping import BoundedBatch
+from paceline.rows import ByteMatrix, RowSpec
 from paceline.tables.limiter import Ended, Limiter
 from paceline.tables.memory import Drawn, TableMemory
 
@@ -26,6 +29,10 @@ class Draws:
         """`changed` is notified when other rows may have become drawable."""
         self._table, self._memory, self._limiter, self._changed = table, memory, limiter, changed
         self._metrics = metrics
+        # A sampler that goes by version knows the bound itself.
+        self._skips = memory.settings.max_lag_versions is not None and memory.settings.sampler != "recent"
+        if self._skips:
+            metrics.count_skipped(0)
 
     def grant(self, batch_size: int, batch_count: int, ended: Ended, *, wait: bool) -> int:
         """How many batches may be drawn now.
@@ -47,7 +54,14 @@ class Draws:
             self._limiter.settle_samples(row_count, 0)
 
     def draw(
-        self, random: np.random.Generator, out: ByteMatrix, ended: Ended, *, policy_version: int, details: bool
+        self,
+        random: np.random.Generator,
+        out: ByteMatrix,
+        ended: Ended,
+        *,
+        spec: RowSpec,
+        policy_version: LearnerVersion,
+        details: bool,
     ) -> Drawn | None:
         """Fill `out`, `[n, row_bytes]`, with as many rows that were granted; what is known of them, if asked for.
 
@@ -58,29 +72,58 @@ class Draws:
             StarvedError: the bound on the lag leaves no row to draw, and no newer one came for some seconds.
             PacelineError: what `ended` gave.
         """
-        try:
-            drawn = self._memory.sample(random, out, policy_version=policy_version, details=details)
-        except UnavailableError:
-            with self._metrics.waiting_for_limiter("sample"):
-                drawn = self._draw_later(random, out, ended, policy_version, details)
+        if self._skips:
+            drawn = self._draw_bounded(random, out, ended, spec, policy_version, details)
+        else:
+            memory = self._memory
+            drawn = self._fill(
+                lambda: memory.sample(random, out, policy_version=policy_version, details=details),
+                lambda: memory.find_starvation(len(out), policy_version),
+                ended,
+            )
         self._limiter.settle_samples(len(out), len(out))
         self._metrics.sampled_rows.inc(len(out))
         self._metrics.sampled_bytes.inc(out.nbytes)
         return drawn
 
-    def _draw_later(
-        self, random: np.random.Generator, out: ByteMatrix, ended: Ended, policy_version: int, details: bool
+    def _draw_bounded(
+        self,
+        random: np.random.Generator,
+        out: ByteMatrix,
+        ended: Ended,
+        spec: RowSpec,
+        policy_version: LearnerVersion,
+        details: bool,
+    ) -> Drawn | None:
+        batch = BoundedBatch(self._memory, spec, random, out, policy_version=policy_version, details=details)
+        try:
+            return self._fill(batch.fill, batch.find_starvation, ended)
+        finally:
+            self._metrics.count_skipped(batch.skipped_rows)
+
+    def _fill(
+        self, sample: Callable[[], Drawn | None], find_starvation: Callable[[], Starvation | None], ended: Ended
+    ) -> Drawn | None:
+        """What `sample` gives, as soon as it does not raise UnavailableError. Raises as `draw`."""
+        try:
+            return sample()
+        except UnavailableError:
+            with self._metrics.waiting_for_limiter("sample"):
+                return self._fill_later(sample, find_starvation, ended)
+
+    def _fill_later(
+        self, sample: Callable[[], Drawn | None], find_starvation: Callable[[], Starvation | None], ended: Ended
     ) -> Drawn | None:
         deadline_seconds, began = self._limiter.settings.deadline_seconds, time.monotonic()
         with self._changed:
             while True:
                 try:
-                    return self._memory.sample(random, out, policy_version=policy_version, details=details)
+                    return sample()
                 except UnavailableError as why:
                     error = ended()
                     if error is not None:
                         raise error from why
-                    starvation = self._memory.find_starvation(len(out), policy_version)
+                    starvation = find_starvation()
                     longest = deadline_seconds if starvation is None else min(deadline_seconds, STARVED_SECONDS)
                     seconds = began + longest - time.monotonic()
                     if seconds <= 0 and starvation is not None:

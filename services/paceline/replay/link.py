@@ -9,6 +9,9 @@
                                                      one's own by ssl_certfile= and ssl_keyfile=
     unix:///run/redis.sock?db=0                      a Unix socket; unix://name:password@/run/redis.sock as a user
 
+With `?password_file=/a/path`, as `replay.redis_password_file` has it, the password is read from a file at each
+connection; a user's name may stand in the URL all the same, as redis://name@host:6379/0.
+
 An ACL user needs these commands and keys, and no others:
 
     ACL SETUSER paceline on >password ~paceline:* +ping +info +time +select +multi +exec +get +set +unlink +strlen
@@ -25,7 +28,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlencode, urlsplit, urlunsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -120,9 +123,11 @@ class RedisLink:
         self._pool.disconnect()
 
     def _open(self, url: str) -> redis.ConnectionPool:
+        url, password = _take_password_file(url)
         try:
             pool = redis.ConnectionPool.from_url(
                 url,
+                credential_provider=password,
                 socket_timeout=self._deadline_seconds,
                 socket_connect_timeout=self._deadline_seconds,
                 retry=Retry(NoBackoff(), 0),
@@ -235,7 +240,8 @@ class RedisLink:
         if isinstance(error, AuthenticationError | AuthorizationError) or text.startswith(("NOAUTH", "WRONGPASS")):
             return ConfigError(
                 f"Redis at {self.shown} does not admit us: {text}; "
-                "set name and password in replay.redis_url, as redis://name:password@host:port/0"
+                "set name and password in replay.redis_url, as redis://name:password@host:port/0, "
+                "or the password in the file of replay.redis_password_file"
             )
         if isinstance(error, RedisTimeoutError):
             return self._pause(
@@ -249,6 +255,49 @@ class RedisLink:
         if isinstance(error, RedisConnectionError):
             return self._pause(UnavailableError(f"Redis at {self.shown} cannot be reached: {text}; is it running?"))
         return PacelineError(f"Redis at {self.shown} refused a command: {type(error).__name__}: {text}")
+
+
+class _PasswordFile(redis.CredentialProvider):
+    """Name and password for each connection, the latter from a file, which may be replaced."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self._name, self._path = name, path
+        self._read()  # a file that is missing is an error at the start
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """What redis-py logs in with."""
+        try:
+            password = self._read()
+        except ConfigError as error:
+            # It was there at the start: whoever replaces it is about to put it back.
+            raise RedisConnectionError(str(error)) from error
+        return (self._name, password) if self._name else (password,)
+
+    def _read(self) -> str:
+        try:
+            password = self._path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"replay.redis_password_file {self._path} cannot be read: {type(error).__name__}; expected a file with "
+                "the password that this user may read"
+            ) from error
+        if not password:
+            raise ConfigError(f"replay.redis_password_file {self._path} is empty: expected the password of Redis")
+        return password
+
+
+def _take_password_file(url: str) -> tuple[str, _PasswordFile | None]:
+    """A URL without `password_file` and the name that belongs to it, and what both stand for."""
+    parts = urlsplit(url)
+    query = parse_qs(parts.query, keep_blank_values=True)
+    paths = query.pop("password_file", None)
+    if paths is None:
+        return url, None
+    host = parts.netloc.rpartition("@")[2]
+    rest = urlunsplit((parts.scheme, host, parts.path, urlencode(query, doseq=True), ""))
+    # Of a Unix socket nothing but the path is left, which urlunsplit would write without its slashes.
+    rest = rest if rest.startswith(f"{parts.scheme}://") else rest.replace(f"{parts.scheme}:", f"{parts.scheme}://", 1)
+    return rest, _PasswordFile(unquote(parts.username or ""), Path(paths[-1]))
 
 
 def _read_reply(connection: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -9,7 +10,15 @@ from prometheus_client import CollectorRegistry
 
 from paceline.config import Config
 from paceline.config.models import SHARD
-from paceline.errors import ConfigError, PacelineError, ReplacedError, UnavailableError
+from paceline.errors import (
+    ConfigError,
+    PacelineError,
+    ReplacedError,
+    StoreFullError,
+    StoreReadOnlyError,
+    UnavailableError,
+)
+from paceline.health import Health
 from paceline.process import StopSignal
 from paceline.replay.metrics import ReplayMetrics
 from paceline.replay.service import SERVICE, ReplayService
@@ -21,30 +30,39 @@ from paceline.telemetry import get_logger, serve_metrics
 KEEP_SECONDS = 1.0
 """How often the counters are written to Redis, and Redis is asked whether it is there."""
 
+_PASSING = (UnavailableError, StoreFullError, StoreReadOnlyError)
+"""States of a Redis that end without replay: it starts, fails over, its disk or memory is made free."""
+
 
 def run(config: Config, *, resume: bool, stop: StopSignal, shard: int = 0) -> None:
     """Serve shard `shard` of the run's rows until `stop`.
 
     Health says SERVING when every table that has a record can be sampled: the rows that its first sample needs are in
     memory. The rest comes while samplers and followers are served; blocks are taken and wait until their table is
-    whole, and UpdatePriorities is refused as UNAVAILABLE as long. While Redis is away health says NOT_SERVING.
+    whole, and UpdatePriorities is refused as UNAVAILABLE as long. While Redis is away health says NOT_SERVING; at the
+    start it is waited for, so that it does not matter in which order the two of them start.
+
+    Args:
+        resume: go on with the record of the run where there is one; it begins where there is none.
 
     Raises:
         ConfigError: no redis_url, a wrong password, an evicting policy, a limiter window that is too small.
         ConflictError: the run id is in use and `resume` is False.
         PortTakenError: an address cannot be owned.
         ReplacedError: another replay process took the run over.
-        UnavailableError: Redis cannot be reached at the start.
+        UnavailableError: Redis cannot be reached within `replay.redis_start_seconds` of the start; StoreFullError,
+            StoreReadOnlyError: it takes no writes as long.
     """
-    if config.replay.redis_url is None:
+    redis_address = config.replay.redis_address()
+    if redis_address is None:
         raise ConfigError(
             "replay.redis_url is not set: start Redis and name it, as replay.redis_url=redis://127.0.0.1:6379/0, "
             "or use `paceline train`, which starts its own"
         )
     registry = CollectorRegistry()
-    metrics = ReplayMetrics(registry)
+    metrics, health = ReplayMetrics(registry), Health(config.run.stuck_seconds)
     store = RedisStore(
-        config.replay.redis_url.get_secret_value().replace(SHARD, str(shard)),
+        redis_address.replace(SHARD, str(shard)),
         config.run_id,
         deadline_seconds=config.replay.redis_deadline_seconds,
         shard=shard if config.replay.shards > 1 else None,
@@ -60,60 +78,88 @@ def run(config: Config, *, resume: bool, stop: StopSignal, shard: int = 0) -> No
             register=[],
             handlers=[service.handler()],
             max_streams=config.replay.max_streams,
+            security=config.security,
         )
         server.start()
         stack.callback(server.stop)
         stack.callback(service.drain)
-        stack.callback(serve_metrics(registry, config.replay.metrics_listen, "replay").close)
-        if not _claim(store, resume=resume, stop=stop):
+        stack.callback(serve_metrics(registry, config.replay.metrics_listen, "replay", health).close)
+        if not _claim(store, health, resume=resume, stop=stop, seconds=config.replay.redis_start_seconds):
             return
         tables.load()
 
         def serve() -> None:
             server.set_serving(True)
+            health.set_ready()
             metrics.redis_available.set(1)
             get_logger().info("replay_serving", run_id=config.run_id, port=server.port, resume=resume, shard=shard)
 
-        if _restore(tables, serve, server, stop):
-            _keep_records(tables, store, server, metrics, stop)
+        if _restore(tables, serve, server, health, stop):
+            _keep_records(tables, store, server, health, metrics, stop)
 
 
-def _claim(store: RedisStore, *, resume: bool, stop: StopSignal) -> bool:
-    """Check Redis and take the run over, waiting while it loads its data; False: the stop came first."""
+def _claim(store: RedisStore, health: Health, *, resume: bool, stop: StopSignal, seconds: float) -> bool:
+    """Check Redis and take the run over, waiting up to `seconds` where it is away; False: the stop came first.
+
+    A Redis that loads its data says so, and is waited for as long as that takes. A wrong password or a database that
+    is not there raises at once: no wait would mend it.
+    """
+    until, said = time.monotonic() + seconds, ""
     while True:
+        health.turn()
         try:
             store.check()
             found = store.claim(resume=resume)
-        except UnavailableError as error:
-            if not store.is_loading:
-                raise
-            get_logger().info("redis_loading", error=str(error))
+        except _PASSING as error:
+            if store.is_loading:
+                until = time.monotonic() + seconds
+            elif time.monotonic() >= until:
+                raise type(error)(
+                    f"{error} (waited for {seconds:g} s, as replay.redis_start_seconds says: start Redis, or mend "
+                    "replay.redis_url)"
+                ) from error
+            if str(error) != said:
+                said = str(error)
+                health.set_unready(said)
+                get_logger().warning("waiting_for_redis", reason=said, at_most_seconds=seconds)
             if stop.wait(KEEP_SECONDS):
                 return False
         else:
+            if said:
+                get_logger().info("redis_answers")
             if resume and not found:
                 get_logger().warning("nothing_to_resume", meaning="Redis has no record of this run; it begins anew")
             return True
 
 
-def _restore(tables: Tables, serve: Callable[[], None], server: Server, stop: StopSignal) -> bool:
+def _restore(tables: Tables, serve: Callable[[], None], server: Server, health: Health, stop: StopSignal) -> bool:
     """Bring the rows, going on after a Redis that is away comes back; False: the stop came first."""
+
+    def ended() -> PacelineError | None:
+        health.turn()  # asked after each piece
+        return UnavailableError("replay is stopping") if stop.is_set() else None
+
+    health.set_unready("its rows are not restored yet")
     while True:
         try:
-            tables.restore(lambda: UnavailableError("replay is stopping") if stop.is_set() else None, serve)
+            tables.restore(ended, serve)
         except UnavailableError as error:
             if not stop.is_set():
                 get_logger().warning("restore_interrupted", error=str(error), meaning="it goes on where it ended")
             server.set_ready(False)
+            health.set_unready(f"its store is away: {error}")
             if stop.wait(KEEP_SECONDS):
                 return False
         else:
             return True
 
 
-def _keep_records(tables: Tables, store: RedisStore, server: Server, metrics: ReplayMetrics, stop: StopSignal) -> None:
+def _keep_records(
+    tables: Tables, store: RedisStore, server: Server, health: Health, metrics: ReplayMetrics, stop: StopSignal
+) -> None:
     log, problem, available = get_logger(), "", True
     while not stop.wait(KEEP_SECONDS):
+        health.turn()
         error = _keep_once(tables)
         if store.fenced.is_set():
             raise ReplacedError("another replay process has taken this run over; this one stops")
@@ -126,6 +172,10 @@ def _keep_records(tables: Tables, store: RedisStore, server: Server, metrics: Re
         if available != (not isinstance(error, UnavailableError)):
             available = not available
             server.set_ready(available)
+            if available:
+                health.set_ready()
+            else:
+                health.set_unready(f"its store is away: {error}")
             metrics.redis_available.set(float(available))
     error = _keep_once(tables, all_pages=True)
     if error is not None:

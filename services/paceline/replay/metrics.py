@@ -62,6 +62,8 @@ class ReplayMetrics:
             "Blocks refused, by reason. Anything but limiter and unavailable needs a person.",
             "reason",
         )
+        for reason in REFUSALS:
+            self.refused_blocks.labels(reason)  # served as 0: the first one is no growth otherwise
         self.sequence_gaps = counter(
             "sequence_gaps_total",
             "Times that blocks of a collector were missing before the one that came. Above 0: Redis lost stored rows.",
@@ -89,6 +91,12 @@ class ReplayMetrics:
             "sampled_rows_total", "Rows sampled. Flat while the learner runs: bad, it is held back.", "table"
         )
         self.sampled_bytes = counter("sampled_bytes_total", "Bytes of rows sampled.", "table")
+        self.skipped_rows = counter(
+            "skipped_rows_total",
+            "Draws that gave a row over lag.max_lag_versions, in whose place another was drawn; of tables drawn by "
+            "priority or age. A rate above that of sampled rows is bad: most of what is drawn is too old.",
+            "table",
+        )
         self.followed_rows = counter(
             "followed_rows_total", "Rows sent to followers. Behind appended rows for long: a follower is slow.", "table"
         )
@@ -194,8 +202,13 @@ class TableMetrics:
         self.log_bytes = metrics.log_bytes.labels(table)
         self.whole = metrics.whole.labels(table)
         self.settings_differ = metrics.settings_differ.labels(table)
+        self._skipped_rows, self._table = metrics.skipped_rows, table
         self._waits = {side: metrics.limiter_wait_seconds.labels(table, side) for side in SIDES}
         self._timeouts = {side: metrics.limiter_timeouts.labels(table, side) for side in SIDES}
+
+    def count_skipped(self, draws: int) -> None:
+        """So many draws were skipped; from the first call on the series is there."""
+        self._skipped_rows.labels(self._table).inc(draws)
 
     @contextmanager
     def waiting_for_limiter(self, side: str) -> Iterator[None]:

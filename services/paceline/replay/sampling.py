@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from paceline.lag.bound import LearnerVersion
 from paceline.replay.streams import Requests, Stream
 from paceline.replay.table import Table
 from paceline.rpc.bulk import NO_ARRAYS, Arrays, Bulk
@@ -31,7 +32,9 @@ class Credit:
         first: pb.SampleRequest,
     ) -> None:
         """`parse` gives a later request, checked against the first one."""
-        self.policy_version = first.policy_version
+        self.policy_version = LearnerVersion(
+            first.policy_version, incarnation=first.learner_incarnation, base_version=first.base_version
+        )
         self._stream, self._parse = stream, parse
         self._owed = first.batch_count
         self._requests = Requests(stream, requests, self._take_in, on_change=stream.wake)
@@ -65,7 +68,7 @@ class Credit:
         request = self._parse(data)
         with self._stream.changed:
             self._owed += request.batch_count
-            self.policy_version = max(self.policy_version, request.policy_version)
+            self.policy_version = self.policy_version.raised_to(request.policy_version)
 
 
 def sample_messages(
@@ -93,7 +96,12 @@ def sample_messages(
             clock.switch("gather")
             rows = buffer[: min(granted, message_rows)]
             drawn = table.draws.draw(
-                random, rows, stream.why_ended, policy_version=credit.policy_version, details=first.row_details
+                random,
+                rows,
+                stream.why_ended,
+                spec=table.spec,
+                policy_version=credit.policy_version,
+                details=first.row_details,
             )
             granted -= len(rows)
             head = pb.SampleResponse(

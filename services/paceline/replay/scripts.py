@@ -142,6 +142,17 @@ return 'stored'
 """
 )
 
+NOTE_LEARNER = Script(
+    """
+-- Says whose the record is. KEYS owner, meta; ARGV owner, the learner's id and incarnation
+local owner = redis.call('GET', KEYS[1])
+if not owner then return 'lost' end
+if owner ~= ARGV[1] then return 'fenced' end
+redis.call('HSET', KEYS[2], 'learner', ARGV[2])
+return 'stored'
+"""
+)
+
 READ = Script(
     """
 -- KEYS owner, spec, state, positions

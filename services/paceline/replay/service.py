@@ -90,6 +90,7 @@ class ReplayService:
         """Serve OpenTable."""
         request = _parse(pb.OpenTableRequest, data)
         self._admit(request.run_id)
+        self._tables.learner.take(request.learner_id, request.learner_incarnation, has_rows=self._tables.has_rows())
         table = self._tables.open(request.table, row_spec_from_wire(request.row_spec))
         return pb.OpenTableResponse(row_bytes=table.spec.row_bytes, capacity_row_count=table.capacity_rows)
 
@@ -183,6 +184,12 @@ class ReplayService:
             raise InvalidInputError(
                 f"batch_size {request.batch_size} and batch_count {request.batch_count}: expected 1 or more of each"
             )
+        if min(request.policy_version, request.base_version, request.learner_incarnation) < 0:
+            raise InvalidInputError(
+                f"policy_version {request.policy_version}, base_version {request.base_version} and learner_incarnation "
+                f"{request.learner_incarnation}: expected 0 or more of each"
+            )
+        self._tables.learner.require_newest(request.learner_incarnation)
         return request
 
     def _parse_later_sample(self, data: bytes, first: pb.SampleRequest) -> pb.SampleRequest:
@@ -198,6 +205,7 @@ class ReplayService:
         request = _parse(pb.FollowRequest, data)
         self._admit(request.run_id)
         check_progress(request)
+        self._tables.learner.require_newest(request.learner_incarnation)
         return request
 
     def _parse_later_follow(self, data: bytes, first: pb.FollowRequest) -> pb.FollowRequest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from paceline.config import Config, TableConfig
 from paceline.errors import RowSpecError
@@ -75,14 +75,20 @@ def memory_settings(config: Config, name: str, spec: RowSpec) -> MemorySettings:
         capacity_rows=fit,
         sampler=table.sampler,
         exponent=table.prioritised.exponent,
-        max_lag_versions=table.recent.max_lag_versions,
+        max_lag_versions=table.recent.max_lag_versions if table.sampler == "recent" else None,
         half_life_versions=table.recent.half_life_versions,
         remover=table.remover,
         max_times_sampled=table.max_times_sampled,
     )
     if name == config.learner.table and not table.queue:
         settings = settings.bounded(config.lag.max_lag_versions)
-    if settings.sampler == "recent" and ("policy_version" not in spec or spec["policy_version"].dtype != "int64"):
+        if settings.sampler != "recent" and config.lag.max_lag_versions is not None:
+            # Draws by priority or age: replay skips what they give beyond the bound.
+            settings = replace(
+                settings, max_lag_versions=config.lag.max_lag_versions, bound_setting="lag.max_lag_versions"
+            )
+    needs_versions = settings.sampler == "recent" or settings.max_lag_versions is not None
+    if needs_versions and ("policy_version" not in spec or spec["policy_version"].dtype != "int64"):
         raise RowSpecError(
             f"table {name!r} is sampled by policy version, and its rows have columns {', '.join(spec.offsets)}: "
             "expected an int64 column policy_version"

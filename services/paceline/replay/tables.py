@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from paceline.config import Config
 from paceline.errors import ConflictError, NotFoundError, UnavailableError
+from paceline.replay.learners import LearnerHold
 from paceline.replay.log import LogState, RedisLog
 from paceline.replay.metrics import ReplayMetrics, TableMetrics
 from paceline.replay.settings import (
@@ -35,6 +36,8 @@ class Tables:
         self._opening = threading.Lock()
         self._open: dict[str, Table] = {}
         self._ready = False
+        self.learner = LearnerHold(store)
+        """Who may train on the rows."""
         self._limiters = {name: limiter_settings(config, name) for name in config.replay.tables}
 
     @property
@@ -44,6 +47,7 @@ class Tables:
 
     def load(self) -> None:
         """Open every table that has a record, with its counters and without its rows, and let callers in."""
+        self.learner.load()
         for name in self._config.replay.tables:
             log = RedisLog(self._store, name)
             state = log.read_state()
@@ -68,6 +72,10 @@ class Tables:
             while not table.is_whole:
                 _take_step(steps[table.name], ended)
         self._metrics.restore_seconds.set(time.perf_counter() - began)
+
+    def has_rows(self) -> bool:
+        """Whether any table ever got a row."""
+        return any(table.inserted for table in self.open_tables)
 
     def require_ready(self) -> None:
         """Raise UnavailableError while it is not known yet which tables have a record."""
@@ -121,6 +129,7 @@ class Tables:
         """
         for table in list(self._open.values()):
             table.keep_record(all_pages=all_pages)
+        self.learner.keep(again=True)
         if not self._open:
             self._store.command("PING")
 

@@ -57,12 +57,14 @@ class FollowSource:
         shard: int = 0,
         times: bool = False,
         base_version: int = 0,
+        learner_incarnation: int = 0,
     ) -> None:
         """Begin to follow. `memory` and `limiter` are replay's own settings of this table and shard.
 
         Args:
             times: batches say when their rows were stored.
             base_version: rows of an earlier policy version count for the bound on the lag as if they were of this one.
+            learner_incarnation: replay refuses one that was replaced; 0: it is not said.
         """
         device = device or torch.device("cpu")
         self._settings, self._spec, self._device = memory, spec, device
@@ -106,6 +108,7 @@ class FollowSource:
             metrics=metrics,
             shard=shard,
             watches_clock=times,
+            learner_incarnation=learner_incarnation,
         )
         self._follower.start()
 
@@ -209,7 +212,7 @@ class FollowSource:
                 began = time.monotonic()
                 self._changed.wait(left)
                 if self._starvation is not None:
-                    self._metrics.starved_seconds.inc(time.monotonic() - began)
+                    self._metrics.starved.add(time.monotonic() - began, self._starvation.smallest_bound)
 
     def _grant(self) -> bool:
         """Whether a batch may be drawn now; it counts as sampled then."""

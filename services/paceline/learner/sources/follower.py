@@ -56,11 +56,17 @@ class Follower:
         metrics: LearnerMetrics,
         shard: int,
         watches_clock: bool,
+        learner_incarnation: int = 0,
     ) -> None:
-        """`watches_clock`: have the times at which rows were stored by the learner's clock to the best."""
+        """Prepare; `start` begins.
+
+        Args:
+            watches_clock: have the times at which rows were stored by the learner's clock to the best.
+            learner_incarnation: of the learner that follows; 0: it says none.
+        """
         peer = f"replay shard {shard}"
         self._reader, self._spec, self._metrics, self._peer = reader, spec, metrics, peer
-        self._run_id, self._table = run_id, table
+        self._run_id, self._table, self._incarnation = run_id, table, learner_incarnation
         self._stream = ReplayStream(
             channel,
             replay_pb2.OpenTableRequest(run_id=run_id, table=table, row_spec=row_spec_to_wire(spec)),
@@ -157,6 +163,7 @@ class Follower:
         request = first
         while True:
             request.run_id, request.table = self._run_id, self._table
+            request.learner_incarnation = self._incarnation
             yield request
             with self._changed:
                 self._changed.wait_for(lambda: self._has_news or self._stream_number != number)

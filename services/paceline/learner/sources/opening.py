@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from paceline.config import Config
+from paceline.lag.bound import LearnerVersion
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.sources.batch import BatchSource
 from paceline.learner.sources.followed import FollowSource
@@ -34,9 +35,18 @@ def require_ring_fits(config: Config, spec: RowSpec, device: torch.device) -> No
 
 
 def open_samples(
-    config: Config, spec: RowSpec, *, seed: int, metrics: LearnerMetrics, device: torch.device
+    config: Config,
+    spec: RowSpec,
+    *,
+    seed: int,
+    metrics: LearnerMetrics,
+    device: torch.device,
+    learner_version: LearnerVersion | None = None,
 ) -> BatchSource:
-    """Batches that replay draws. Starts a process for each shard, so call it before any channel is open."""
+    """Batches that replay draws. Starts a process for each shard, so call it before any channel is open.
+
+    `learner_version` is what the bound on the lag counts from at the start; None: what replay's rows say.
+    """
     learner, shards = config.learner, config.replay.shards
     table = config.replay.tables[learner.table]
     sampler = table.sampler
@@ -52,12 +62,14 @@ def open_samples(
             prefetch=learner.prefetch_batches,
             seed=shard_seed,
             rpc=config.rpc,
+            security=config.security,
             metrics=metrics,
             device=device,
             shard=shard,
             has_priorities=sampler == "prioritised",
             times=config.lag.attribution,
             is_bounded=config.lag.max_lag_versions is not None and draws_alike,
+            learner=learner_version,
         )
         for shard, (address, shard_seed) in enumerate(
             zip(config.replay.shard_addresses(), _shard_seeds(seed, shards), strict=True)
@@ -75,12 +87,14 @@ def open_followed(
     metrics: LearnerMetrics,
     device: torch.device,
     base_version: int = 0,
+    learner_incarnation: int = 0,
 ) -> BatchSource:
     """Batches from the rows of every shard, which are sent here once.
 
     Args:
         channels: one to each shard, by its number.
         base_version: rows of an earlier policy version count for the bound on the lag as if they were of this one.
+        learner_incarnation: replay refuses one that was replaced; 0: it is not said.
     """
     learner, shards = config.learner, len(channels)
     table = config.replay.tables[learner.table]
@@ -98,6 +112,7 @@ def open_followed(
                 device=device,
                 shard=shard,
                 times=config.lag.attribution,
+                learner_incarnation=learner_incarnation,
             )
             for shard, channel in enumerate(channels)
         ]
@@ -124,6 +139,7 @@ def open_followed(
             shard=shard,
             times=config.lag.attribution,
             base_version=base_version,
+            learner_incarnation=learner_incarnation,
         )
         for shard, (channel, shard_seed) in enumerate(zip(channels, _shard_seeds(seed, shards), strict=True))
     ]

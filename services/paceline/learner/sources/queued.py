@@ -45,8 +45,14 @@ class QueueSource:
         device: torch.device | None = None,
         shard: int = 0,
         times: bool = False,
+        learner_incarnation: int = 0,
     ) -> None:
-        """Begin to follow the queue. `times`: batches say when their rows were stored."""
+        """Begin to follow the queue.
+
+        Args:
+            times: batches say when their rows were stored.
+            learner_incarnation: replay refuses one that was replaced; 0: it is not said.
+        """
         self._batch_size, self._prefetch_rows = batch_size, batch_size * prefetch
         self._table, self._metrics, self._shard = table, metrics, str(shard)
         self._device = device or torch.device("cpu")
@@ -74,6 +80,7 @@ class QueueSource:
             metrics=metrics,
             shard=shard,
             watches_clock=times,
+            learner_incarnation=learner_incarnation,
         )
         self._follower.start()
 

@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 
 from paceline import errors
-from paceline.config import RpcConfig
+from paceline.config import RpcConfig, SecurityConfig
 from paceline.errors import DeadlineError, PacelineError, StarvedError, UnavailableError
+from paceline.lag.bound import LearnerVersion, Starvation
 from paceline.lag.clock import ClockOffset
 from paceline.learner.batch_memory import BatchMemory
 from paceline.learner.control import Message, take_messages
@@ -24,6 +25,7 @@ from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.replay_stream import FLOWING
 from paceline.learner.sources.batch import Batch
 from paceline.rows import RowSpec
+from paceline.rpc.client import NO_SECURITY
 from paceline.rpc.wire import row_spec_to_wire
 from paceline.v1 import replay_pb2
 
@@ -51,12 +53,14 @@ class SampleSource:
         prefetch: int,
         seed: int,
         rpc: RpcConfig,
+        security: SecurityConfig = NO_SECURITY,
         metrics: LearnerMetrics,
         device: torch.device | None = None,
         shard: int = 0,
         has_priorities: bool = False,
         times: bool = False,
         is_bounded: bool = False,
+        learner: LearnerVersion | None = None,
     ) -> None:
         """Start the process, which begins to fetch.
 
@@ -65,7 +69,10 @@ class SampleSource:
             times: batches say when their rows were stored.
             is_bounded: the bound on the lag keeps rows from being drawn, and the others are drawn all alike; batches
                 say how many these are.
+            learner: its newest version at the start, which the first order says; None: nothing is said until
+                `set_policy_version`, and then of no learner.
         """
+        learner = learner or LearnerVersion(0)
         # One more than are ordered: that which the learner reads.
         self._memory = BatchMemory.create(slot_count=prefetch + 1, batch_size=batch_size, row_bytes=spec.row_bytes)
         self._rows = [torch.from_numpy(slot.rows) for slot in self._memory.slots]
@@ -75,7 +82,7 @@ class SampleSource:
         self._ready: collections.deque[Message] = collections.deque()
         self._in_use: int | None = None
         self._empty: list[int] = []
-        self._policy_version = 0
+        self._policy_version = int(learner)
         self._buffer = bytearray()
         self._is_starved = False
         self._reason = f"replay at {address} has not answered yet"
@@ -101,6 +108,7 @@ class SampleSource:
                     "run_id": run_id,
                     "address": address,
                     "rpc": rpc.model_dump(mode="json"),
+                    "security": security.model_dump(mode="json"),
                     "batch_size": batch_size,
                     "row_bytes": spec.row_bytes,
                     "row_spec_digest": spec.digest.hex(),
@@ -109,6 +117,8 @@ class SampleSource:
                     "times": times,
                     "details": has_priorities or times or is_bounded,
                     "seed": seed,
+                    "base_version": learner.base_version,
+                    "learner_incarnation": learner.incarnation,
                 },
                 replay_pb2.OpenTableRequest(
                     run_id=run_id, table=table, row_spec=row_spec_to_wire(spec)
@@ -132,7 +142,7 @@ class SampleSource:
             began = time.monotonic()
             has_news = select.select([self._incoming], [], [], max(until - began, 0))[0]
             if self._is_starved:
-                self._metrics.starved_seconds.inc(time.monotonic() - began)
+                self._metrics.starved.add(time.monotonic() - began, Starvation.read_smallest_bound(self._reason))
             if not has_news:
                 kind = StarvedError if self._is_starved else DeadlineError
                 raise kind(f"no batch within {seconds:g} s: {self._reason}")

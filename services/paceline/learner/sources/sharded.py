@@ -55,6 +55,8 @@ class ShardedSource:
         """`sources` may give batches of any size: they are used up row by row."""
         self._shards = [_Shard(source) for source in sources]
         self._batch_size, self._metrics = batch_size, metrics
+        for number in range(len(sources)):
+            metrics.shard_skips.labels(str(number))  # served as 0: the first one is no growth otherwise
         self._random = np.random.default_rng(seed)
         self._rows: torch.Tensor | None = None
         self._details: dict[str, npt.NDArray[Any]] = {}
