@@ -25,6 +25,7 @@ RULES = ROOT / "helm/paceline/files/rules/paceline.yaml"
 
 _LISTENING = re.compile(r'msg="Listening on" address=127\.0\.0\.1:(\d+)')
 _MINUTES = re.compile(r"\b(\d+)m\b")
+_AGE_BOUND = re.compile(r"(_age_seconds\) > )(\d+)\b")
 _VARIABLES = {"$__rate_interval": "1m", "$job": ".+", "$instance": ".+"}
 REQUEST_SECONDS = 10.0
 
@@ -38,8 +39,17 @@ def tool(name: str) -> str:
 
 
 def hurried(rules: str) -> str:
-    """The text of a rule file with seconds for its minutes, so that a test need not wait for them."""
-    return _MINUTES.sub(r"\1s", rules)
+    """The text of a rule file with seconds for its minutes, so that a test need not wait for them.
+
+    Ages in seconds that it compares with are a sixtieth too. Shares, versions and counts stay as they are.
+    """
+    return _AGE_BOUND.sub(lambda match: f"{match[1]}{int(match[2]) / 60:g}", _MINUTES.sub(r"\1s", rules))
+
+
+def alert_rules() -> dict[str, dict[str, Any]]:
+    """The alert rules of the rule file, by their names."""
+    groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    return {rule["alert"]: rule for group in groups for rule in group["rules"] if "alert" in rule}
 
 
 class QueryError(Exception):
@@ -90,14 +100,19 @@ def _everything(expression: str) -> str:
     return expression
 
 
+Targets = Mapping[str, Sequence[str]]
+"""job -> "host:port" of each /metrics."""
+
+
 class Prometheus:
     """A running server with its data in a folder, on a free loopback port. Use it with `with`."""
 
     def __init__(
         self,
         folder: Path,
-        targets: Mapping[str, Sequence[str]],
+        targets: Targets,
         *,
+        releases: Mapping[str, Targets] | None = None,
         rules: str | None = None,
         interval: str = "1s",
         labels: Mapping[str, str] | None = None,
@@ -106,20 +121,23 @@ class Prometheus:
 
         Args:
             folder: gets its configuration, log and data.
-            targets: job -> "host:port" of each /metrics.
+            targets: what to scrape.
+            releases: what else to scrape: targets by the label `release` that they get, as a chart would label them.
             rules: the text of a rule file.
             interval: between two scrapes, and between two evaluations of the rules.
             labels: on every series, as an operator's scrape would add them.
         """
         binary = tool("prometheus")
-        self._target_count = sum(map(len, targets.values()))
+        jobs: dict[str, list[dict[str, Any]]] = {}
+        for release, scraped in [(None, targets), *(releases or {}).items()]:
+            added = {**(labels or {}), **({} if release is None else {"release": release})}
+            for job, addresses in scraped.items():
+                jobs.setdefault(job, []).append({"targets": list(addresses), "labels": added})
+        self._target_count = sum(len(group["targets"]) for groups in jobs.values() for group in groups)
         folder.mkdir(parents=True, exist_ok=True)
         configuration: dict[str, Any] = {
             "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
-            "scrape_configs": [
-                {"job_name": job, "static_configs": [{"targets": list(addresses), "labels": dict(labels or {})}]}
-                for job, addresses in targets.items()
-            ],
+            "scrape_configs": [{"job_name": job, "static_configs": groups} for job, groups in jobs.items()],
         }
         if rules is not None:
             (folder / "rules.yaml").write_text(rules, encoding="utf-8")

@@ -17,8 +17,8 @@ FOLDER = Path(__file__).parents[2] / "helm/paceline/files/dashboards"
 STAT = 4
 HALF = COLUMNS // 2
 
-COLLECTOR, REPLAY, LEARNER, ENDPOINT, EVALUATOR = (
-    f"paceline_{service}_" for service in ("collector", "replay", "learner", "endpoint", "evaluator")
+COLLECTOR, REPLAY, LEARNER, ENDPOINT, RELAY, EVALUATOR = (
+    f"paceline_{service}_" for service in ("collector", "replay", "learner", "endpoint", "relay", "evaluator")
 )
 LAG = f"{LEARNER}training_lag_versions"
 LEARNER_SECONDS, COLLECTOR_SECONDS = f"{LEARNER}activity_seconds_total", f"{COLLECTOR}activity_seconds_total"
@@ -27,6 +27,11 @@ LEARNER_SECONDS, COLLECTOR_SECONDS = f"{LEARNER}activity_seconds_total", f"{COLL
 def stat(title: str, query: Query, *, signed: bool = False, description: str = "") -> Panel:
     """One figure."""
     return panel(title, query, kind="stat", width=STAT, signed=signed, description=description)
+
+
+def relay_panel(title: str, *queries: Query | list[Query]) -> Panel:
+    """What is empty in a run without relays."""
+    return panel(title, *queries, note="Empty where no relay runs.")
 
 
 def sync_share() -> Panel:
@@ -60,7 +65,7 @@ def alerts() -> Panel:
         "Alerts that fire now",
         query,
         kind="table",
-        description="Bad: any. Do: what docs/runbook.md says under its name. Without a row, nothing fires.",
+        description="Bad: any. Do: what docs/runbook.md says under its name. Empty while nothing fires.",
     )
 
 
@@ -312,7 +317,11 @@ def learner() -> Board:
                     ),
                     panel("Rows behind the followed table", value(f"{LEARNER}follow_behind_rows", "shard")),
                     panel("Streams of rows cut per second", rate(f"{LEARNER}sample_failures_total", "reason")),
-                    panel("Batches without a shard per second", rate(f"{LEARNER}shard_skips_total", "shard")),
+                    panel(
+                        "Batches without a shard per second",
+                        rate(f"{LEARNER}shard_skips_total", "shard"),
+                        note="Empty where replay has one shard.",
+                    ),
                     panel(
                         "Priorities sent per second",
                         rate(f"{LEARNER}priority_updates_total", legend="taken"),
@@ -338,6 +347,21 @@ def learner() -> Board:
                     panel("Snapshots skipped per second", rate(f"{ENDPOINT}skipped_snapshots_total")),
                     activities("Share of the endpoint's time, by activity", f"{ENDPOINT}activity_seconds_total"),
                     panel("Episodes reported per second", rate(f"{ENDPOINT}episodes_total")),
+                ],
+            ),
+            (
+                "Relays",
+                [
+                    relay_panel(
+                        "Delay from publication to a relay", quantiles(f"{RELAY}publish_delay_seconds", 0.5, 0.99)
+                    ),
+                    relay_panel("Versions that a relay is behind", value(f"{RELAY}behind_versions", "instance")),
+                    relay_panel("Silence of what a relay polls", value(f"{RELAY}upstream_silence_seconds", "instance")),
+                    relay_panel("Polls of relays per second", rate(f"{RELAY}upstream_polls_total", "result")),
+                    relay_panel(
+                        "Bytes sent by relays per second", rate(f"{RELAY}snapshot_sent_bytes_total", "instance")
+                    ),
+                    relay_panel("Collectors below relays", value(f"{RELAY}collectors", "instance")),
                 ],
             ),
         ],

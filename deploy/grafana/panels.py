@@ -65,13 +65,16 @@ def panel(
     title: str,
     *queries: Query | Sequence[Query],
     description: str = "",
+    note: str = "",
     unit: str = "",
     kind: Kind = "timeseries",
     width: int = HEIGHT,
     stacked: bool = False,
     signed: bool = False,
 ) -> Panel:
-    """A panel; `signed`: its values go below 0. The description, if none is given, is what the schema says.
+    """A panel; `signed`: its values go below 0.
+
+    The description, if none is given, is what the schema says, and the `note` after it.
 
     Raises:
         ValueError: the queries differ in their unit, and none is given.
@@ -82,7 +85,8 @@ def panel(
         raise ValueError(f"panel {title!r} mixes the units {sorted(units)}: expected one, or `unit`")
     if len({query.metric for query in flat}) > 1:
         flat = [query if query.is_named else replace(query, legend=_thing(query)) for query in flat]
-    return Panel(title, tuple(flat), description or _explain(flat), unit or flat[0].unit, kind, width, stacked, signed)
+    description = "\n\n".join(filter(None, (description or _explain(flat), note)))
+    return Panel(title, tuple(flat), description, unit or flat[0].unit, kind, width, stacked, signed)
 
 
 def value(series: str, *by: str, how: str = "max", where: str = "") -> Query:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Kind = Literal["counter", "gauge", "histogram", "summary"]
-Owner = Literal["every process", "replay", "learner", "endpoint", "collector", "evaluator"]
+Owner = Literal["every process", "replay", "learner", "endpoint", "relay", "collector", "evaluator"]
 Unit = Literal[
     "rows", "blocks", "bytes", "pages", "versions", "updates", "steps", "seconds", "episodes", "return", "snapshots",
     "collectors", "streams", "polls", "times", "ratio", "flag", "count",
@@ -87,7 +87,7 @@ def _process() -> list[Metric]:
     return [
         gauge("paceline_build_info", "flag", "Always 1; the labels say what runs.",
               Label("version", bound="one for each process"),
-              Label("service", ("replay", "learner", "endpoint", "collector", "evaluator")),
+              Label("service", ("replay", "learner", "endpoint", "relay", "collector", "evaluator")),
               bad="two versions at once, for longer than an upgrade takes", do="upgrade what was left behind"),
         counter("process_cpu_seconds_total", "seconds", "Processor time of the process.",
                 bad="a rate far above its compute threads", do="look for other processes on its cores; set threads"),
@@ -133,6 +133,12 @@ def _replay() -> list[Metric]:
                 bad="above 0: Redis has crashed", do="find out why; use appendfsync always to lose nothing"),
         counter("removed_rows_total", "rows", "Rows that left because the table was full.", _TABLE,
                 bad="none by itself: normal in a long run", do="raise capacity_rows to keep rows for longer"),
+        counter("skipped_rows_total", "rows",
+                "Draws that gave a row over lag.max_lag_versions, in whose place another was drawn: one row counts as "
+                "often as it was drawn. Only of tables drawn by priority or age; of the others the learner counts.",
+                _TABLE,
+                bad="a rate above that of sampled rows: most of what is drawn is too old",
+                do="lower capacity_rows, or raise the bound"),
         counter("sampled_rows_total", "rows", "Rows that replay drew for learners.", _TABLE,
                 bad="flat while a learner that samples runs", do="see which side waits for the limiter"),
         counter("sampled_bytes_total", "bytes", "Bytes of rows drawn.", _TABLE,
@@ -229,21 +235,27 @@ def _learner() -> list[Metric]:
                 "Seconds from publication to training of all rows trained on, by where they passed.", _PART,
                 bad="transfer or queue above residence", do="as for the parts in versions"),
         counter("skipped_rows_total", "rows",
-                "Rows over lag.max_lag_versions that would have come with those drawn, had they not been skipped.",
+                "Draws, not distinct rows: how many of rows over lag.max_lag_versions would have come with those made, "
+                "had the bound not kept them from it; one row counts again and again.",
                 bad="a rate above that of rows trained on: over half of the table is over the bound",
                 do="lower capacity_rows, or raise the bound"),
-        counter("masked_rows_total", "rows", "Rows over lag.max_lag_versions that were drawn and got weight 0.",
+        counter("masked_rows_total", "rows",
+                "Draws, not distinct rows, of rows over lag.max_lag_versions that were made and got weight 0.",
                 bad="above a hundredth of the rows trained on", do="fewer batches in flight: learner.prefetch_batches"),
         gauge("max_lag_versions", "versions", "The bound, lag.max_lag_versions; absent without one.",
               bad="below publish lag: collectors pause all the time", do="raise it to what the run can hold"),
         counter("starved_seconds_total", "seconds", "Seconds without a batch that the bound lets through.",
-                bad="growing", do="set the bound that the learner's log names as the smallest that works"),
+                bad="growing", do="set lag.max_lag_versions to paceline_learner_workable_lag_versions"),
+        gauge("workable_lag_versions", "versions",
+              "The smallest lag.max_lag_versions, not below the one in force, under which less than 1 % of the time so "
+              "far would have been starved, if nothing else changed; absent where the bound never starved.",
+              bad="above the bound in force", do="set lag.max_lag_versions to it, or have collectors act sooner"),
         gauge("replay_clock_offset_seconds", "seconds", "Replay's clock minus the learner's, estimated.", _SHARD,
               bad="seconds; attribution corrects for it, logs do not", do="synchronise the clocks of the hosts"),
         gauge("replay_clock_uncertainty_seconds", "seconds", "How far the estimated offset may be off.", _SHARD,
               bad="above the time between two snapshots: parts blur", do="bring the hosts closer"),
         counter("non_finite_total", "times",
-                "Updates whose loss, gradient or weights were NaN or infinite; the learner ends with the first.",
+                "Updates of the run whose loss, gradient or weights were NaN or infinite; each ends the learner.",
                 bad="above 0", do="resume from an earlier checkpoint with lower learning rates; look at the rewards"),
         histogram("snapshot_publish_seconds", "seconds", "Seconds that the training loop spends on one snapshot.",
                   bad="above a tenth of the time between two", do="raise learner.publish_every_updates"),
@@ -265,16 +277,25 @@ def _learner() -> list[Metric]:
     ]
 
 
-def _endpoint() -> list[Metric]:
-    counter, gauge, histogram = _makers("endpoint", "paceline_endpoint_")
+def _polls(owner: Literal["endpoint", "relay"]) -> list[Metric]:
+    counter, gauge, _ = _makers(owner, f"paceline_{owner}_")
     return [
         counter("polls_total", "polls", "Answered GetSnapshot calls, by result.",
                 Label("result", ("snapshot", "not_modified", "refused", "unavailable", "cancelled")),
-                bad="refused: a peer of another run or release", do="find the peer in the endpoint's log"),
+                bad="refused: a peer of another run or release", do=f"find the peer in the {owner}'s log"),
         gauge("waiting_polls", "polls", "GetSnapshot calls held until something newer is there.",
-              bad="0 while collectors live", do="read a collector's log: does it reach the endpoint?"),
+              bad="0 while collectors live", do=f"read a collector's log: does it reach the {owner}?"),
+        gauge("sending_polls", "polls", "GetSnapshot calls that a snapshot is sent to now; each keeps it in memory.",
+              bad="growing: readers are slower than snapshots come", do="start relays, or publish more rarely"),
         counter("snapshot_sent_bytes_total", "bytes", "Bytes of snapshots sent.",
-                bad="near what the network carries", do="raise learner.publish_every_updates"),
+                bad="near what the network carries", do="start relays, or raise learner.publish_every_updates"),
+    ]
+
+
+def _endpoint() -> list[Metric]:
+    counter, gauge, histogram = _makers("endpoint", "paceline_endpoint_")
+    return [
+        *_polls("endpoint"),
         histogram("poll_lag_versions", "versions",
                   "Versions between the published one and the one a collector acts with, at each of its polls.",
                   bad="above 1 or 2 for long", do="raise learner.publish_every_updates: they come too fast"),
@@ -314,6 +335,39 @@ def _endpoint() -> list[Metric]:
               bad="far behind the published one", do="raise evaluator.every_versions, or lower its episodes"),
         gauge("evaluation_return_mean", "return", "Mean return of the newest evaluation.",
               bad="falling for long", do="look at lag and losses; resume from an earlier checkpoint"),
+    ]
+
+
+def _relay() -> list[Metric]:
+    counter, gauge, histogram = _makers("relay", "paceline_relay_")
+    return [
+        *_polls("relay"),
+        counter("upstream_polls_total", "polls", "Polls that this relay made, by what came of them.",
+                Label("result", ("snapshot", "not_modified", "older", "damaged", "failed")),
+                bad="damaged, or failed for long", do="read the relay's log; look at what it polls"),
+        counter("received_bytes_total", "bytes", "Bytes of snapshots received, damaged ones included.",
+                bad="near what the network carries", do="raise learner.publish_every_updates"),
+        histogram("fetch_seconds", "seconds", "Seconds from a snapshot's header until it is verified.",
+                  bad="near the time between two snapshots", do="publish more rarely; check the network"),
+        histogram("publish_delay_seconds", "seconds",
+                  "Seconds from a snapshot's publication, by the learner's clock, until it is served here.",
+                  bad="near the time between two snapshots", do="make the tree flatter, or publish more rarely"),
+        gauge("served_version", "versions", "Policy version served now.",
+              bad="below the published one for long", do="read the relay's log"),
+        gauge("served_incarnation", "times", "Incarnation of the learner that published it.",
+              bad="below the published one", do="read the relay's log"),
+        gauge("behind_versions", "versions", "Newest version that upstream told of minus the one served.",
+              bad="above 1 for long", do="see where fetch_seconds go"),
+        gauge("snapshot_age_seconds", "seconds", "Seconds since the served snapshot was published.",
+              bad="growing far beyond the publish interval", do="look at the learner and at what is polled"),
+        gauge("upstream_silence_seconds", "seconds", "Seconds since upstream answered.",
+              bad="above two relay.poll_seconds: it is away", do="read the relay's log; look at what it polls"),
+        gauge("collectors", "collectors", "Collectors below this relay, heard within learner.silence_seconds.",
+              bad="fewer than were started there", do="look at those that are missing"),
+        gauge("clock_offset_seconds", "seconds", "The learner's clock minus this host's; absent until known.",
+              bad="changing by leaps", do="see which host's clock was set"),
+        gauge("clock_uncertainty_seconds", "seconds", "How far that offset may be off.",
+              bad="above the delays that it serves to measure", do="make round trips shorter: place the relay nearer"),
     ]
 
 
@@ -421,7 +475,7 @@ def _evaluator() -> list[Metric]:
 
 METRICS: dict[str, Metric] = {
     metric.name: metric
-    for metrics in (_process(), _replay(), _learner(), _endpoint(), _collector(), _evaluator())
+    for metrics in (_process(), _replay(), _learner(), _endpoint(), _relay(), _collector(), _evaluator())
     for metric in metrics
 }
 """Every metric by its name, in the order of a row's way."""

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from observability import ROOT, RULES, panel_queries, tool
+from observability import ROOT, RULES, alert_rules, panel_queries, tool
 from paceline.schema import SERIES
+from promql import FROM_PROMETHEUS
 
 RUNBOOK = ROOT / "docs/runbook.md"
 
@@ -60,6 +61,11 @@ HEALTHY = {
     "updating": series("paceline_learner_activity_seconds_total", steady(0, 38), 'activity="updating"'),
     "publishing": series("paceline_learner_activity_seconds_total", steady(0, 2), 'activity="publishing"'),
     "acting": series("paceline_collector_activity_seconds_total", steady(0, 58), 'activity="acting"'),
+    "build": series(
+        "paceline_build_info", steady(1), 'version="0.1.0", service="collector", job="collector", instance="c:9104"'
+    ),
+    "up": series("up", steady(1), 'job="collector", instance="c:9104"'),
+    "up_otherwise": series("up", steady(0), 'job="another", instance="c:9104"'),
     "applying": series("paceline_collector_activity_seconds_total", steady(0, 2), 'activity="snapshot_apply"'),
 }
 """A run in which nothing is wrong: its lag is large but level, its table full, its collectors held back at times."""
@@ -137,6 +143,27 @@ CASES = [
         dict.fromkeys(("steps", "collectors")),
         {"PacelineNoCollectors": [{"cause": "none_scraped"}]},
     ),
+    Case(
+        "a collector that does not answer",
+        {"build": f"1x10 stale _x{MINUTES - 11}", "up": f"1x10 0x{MINUTES}"},
+        {"PacelineTargetDown": [{"service": "collector", "job": "collector", "instance": "c:9104"}]},
+        quiet_at=11,
+    ),
+    Case(
+        "a collector that is no target any more",
+        {"build": f"1x10 stale _x{MINUTES - 11}", "up": f"1x10 stale _x{MINUTES - 11}"},
+    ),
+    Case(
+        "a run that has ended but for replay",
+        {
+            "build": f"1x10 stale _x{MINUTES - 11}",
+            "up": f"1x10 0x{MINUTES}",
+            **dict.fromkeys(
+                ("published", "steps", "snapshot_age", "known_age", "collectors", "publish_lag", "applied")
+            ),
+        },
+    ),
+    Case("a target that was never of Paceline", {"build": None, "up": steady(0)}),
     Case("no run at all", dict.fromkeys(HEALTHY)),
     Case("a run without a bound", dict.fromkeys(("masked", "starved"))),
     Case(
@@ -208,11 +235,6 @@ CASES = [
     ),
     Case("a learner that publishes just below a tenth of its time", {"publishing": steady(0, 6)}),
 ]
-
-
-def alert_rules() -> dict[str, dict[str, Any]]:
-    groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
-    return {rule["alert"]: rule for group in groups for rule in group["rules"] if "alert" in rule}
 
 
 def changed(changes: Mapping[str, str | None]) -> list[dict[str, str]]:
@@ -322,9 +344,13 @@ def test_a_description_names_the_figure_and_what_it_is_about(tmp_path: Path) -> 
 @pytest.mark.parametrize("entry", HEALTHY.values(), ids=HEALTHY.keys())
 def test_the_made_up_series_are_series_of_the_schema(entry: Mapping[str, str]) -> None:
     name, _, labels = entry["series"].partition("{")
-    metric = SERIES[name]
     given = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-    assert given.keys() - OF_RUN.keys() == {label.name for label in metric.labels}
+    of_target = {*OF_RUN, "job", "instance"}
+    if name in FROM_PROMETHEUS:
+        assert given.keys() <= of_target
+        return
+    metric = SERIES[name]
+    assert given.keys() - of_target == {label.name for label in metric.labels}
     for label in metric.labels:
         assert not label.values or given[label.name] in label.values
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -35,8 +36,10 @@ from observability import (
     panel_queries,
     panels,
     rule_queries,
+    tool,
 )
 from paceline import schema
+from paceline.learner.main import LAST_READ_SECONDS
 from promql import problems
 
 BOARDS = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(DASHBOARDS.glob("*.json"))}
@@ -46,6 +49,7 @@ RECORDED = {
     for rule in group["rules"]
     if "record" in rule
 }
+SCRAPES = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yaml").read_text(encoding="utf-8"))
 QUERIES = [*panel_queries(), *rule_queries()]
 
 
@@ -192,6 +196,53 @@ def test_a_board_takes_its_data_source_from_a_variable_and_its_window_from_grafa
             assert "[" not in target["expr"].replace("[$__rate_interval]", "")
             chosen = 'job=~"$job", instance=~"$instance"' in target["expr"]
             assert chosen or target["expr"].startswith("sum by (alertname")
+
+
+def test_grafana_is_given_the_source_that_the_boards_take_and_their_folder() -> None:
+    provisioning = ROOT / "deploy/grafana/provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources/prometheus.yaml").read_text())["datasources"]
+    assert source["type"] == BOARDS["overview"]["templating"]["list"][0]["query"]
+    assert source["isDefault"]  # what the variable of a board takes
+    assert source["jsonData"]["timeInterval"] == SCRAPES["global"]["scrape_interval"]
+    (provider,) = yaml.safe_load((provisioning / "dashboards/paceline.yaml").read_text())["providers"]
+    assert provider["folder"] == "Paceline"
+    compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())["services"]
+    mounts = [mount for mount in compose["grafana"]["volumes"] if isinstance(mount, str)]
+    assert f"../{DASHBOARDS.relative_to(ROOT)}:{provider['options']['path']}:ro" in mounts
+    assert "./grafana/provisioning:/etc/grafana/provisioning:ro" in mounts
+    assert source["url"] == "http://prometheus:9090"
+    assert "prometheus" in compose
+
+
+def test_prometheus_finds_every_process_of_compose_by_its_name(tmp_path: Path) -> None:
+    found = {
+        job["job_name"]: (each["names"], each["type"], each["port"])
+        for job in SCRAPES["scrape_configs"]
+        for each in job["dns_sd_configs"]
+    }
+    assert found == {
+        "replay": (["replay"], "A", 9101),
+        "learner": (["learner"], "A", 9102),
+        "endpoint": (["learner"], "A", 9103),
+        "collector": (["collector"], "A", 9104),
+        "evaluator": (["evaluator"], "A", 9105),
+        "relay": (["relay"], "A", 9106),
+    }
+    assert SCRAPES["rule_files"] == ["/etc/prometheus/rules/*.yaml"]
+    checked = tmp_path / "prometheus.yaml"
+    checked.write_text(yaml.safe_dump({**SCRAPES, "rule_files": [str(RULES.parent / "*.yaml")]}))
+    result = subprocess.run(
+        [tool("promtool"), "check", "config", str(checked)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "1 rule files found" in result.stdout
+
+
+def test_a_learner_that_diverged_keeps_its_page_for_longer_than_between_two_scrapes() -> None:
+    number, unit = re.fullmatch(r"(\d+)(s)", SCRAPES["global"]["scrape_interval"]).groups()  # type: ignore[union-attr]
+    assert unit == "s"
+    assert all("scrape_interval" not in job for job in SCRAPES["scrape_configs"])
+    assert int(number) < LAST_READ_SECONDS
 
 
 @pytest.mark.parametrize("name", BOARDS)

@@ -78,6 +78,17 @@ class Training:
         found = [pid for pid, line in _children(self.process.pid) if program in line[0]]
         return found[0] if found else None
 
+    def metrics_addresses(self) -> dict[str, list[str]]:
+        """Where the processes serve /metrics, by their roles and the command lines that the launcher gave them."""
+        found: dict[str, list[str]] = {}
+        for _, arguments in _children(self.process.pid):
+            role = next((each for each in ("replay", "learner", "collector", "evaluator") if each in arguments), None)
+            for argument in arguments:
+                key, _, address = argument.partition("=")
+                if key == f"{role}.metrics_listen" or (role == "learner" and key == "learner.endpoint_metrics_listen"):
+                    found.setdefault("endpoint" if "endpoint" in key else str(role), []).append(address)
+        return found
+
     def kill(self, *words: str) -> None:
         """Kill a service at once, and wait until the launcher has started it again."""
         pid = self.child(*words)

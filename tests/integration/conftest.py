@@ -28,6 +28,21 @@ def redis_server(shared_redis) -> EmbeddedRedis:
     return shared_redis
 
 
+@pytest.fixture(scope="session")
+def shared_bundled_redis(tmp_path_factory) -> Iterator[EmbeddedRedis]:
+    server = start_redis("embedded", tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def bundled_redis(shared_bundled_redis) -> EmbeddedRedis:
+    """An empty bundled server, for what is proved of others than replay: the kind of server is all one to them."""
+    with redis.Redis.from_url(shared_bundled_redis.url) as client:
+        client.flushall()
+    return shared_bundled_redis
+
+
 @pytest.fixture
 def redis_client(redis_server) -> Iterator[redis.Redis]:
     with redis.Redis.from_url(redis_server.url) as client:

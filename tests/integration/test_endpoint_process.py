@@ -22,7 +22,7 @@ from endpoints import Client, client_of, make_config, make_snapshot, metrics_pag
 from paceline.config import Config
 from paceline.errors import ConflictError, InvalidInputError, PortTakenError, SnapshotError, UnavailableError
 from paceline.learner import endpoint as endpoint_module
-from paceline.learner.endpoint import Endpoint
+from paceline.learner.endpoint import START_SECONDS, Endpoint
 from paceline.learner.ledger import Ledger
 from paceline.process import StopSignal
 from paceline.v1 import parameters_pb2
@@ -120,7 +120,7 @@ def test_a_second_learner_on_one_port_fails_soon_and_names_the_port(tmp_path: Pa
         began = time.monotonic()
         with pytest.raises(PortTakenError, match=f"127.0.0.1:{port}"):
             start(make_config(tmp_path / "second", f"{key}=127.0.0.1:{port}"))
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < START_SECONDS / 2  # it did not wait for the port until the last
         endpoint.check()
         for _ in range(30):
             with client_of(endpoint) as fresh:
@@ -341,7 +341,7 @@ def start_learner(tmp_path: Path) -> Iterator[Callable[..., Learner]]:
         learner.process.wait(20)
 
 
-def test_the_endpoint_ends_within_two_seconds_of_the_training_process(
+def test_the_endpoint_ends_with_the_training_process_and_waits_for_nobody(
     start_learner: Callable[..., Learner],
 ) -> None:
     learner = start_learner(size=24 * MEBIBYTE)
@@ -356,7 +356,7 @@ def test_the_endpoint_ends_within_two_seconds_of_the_training_process(
         began = time.monotonic()
         learner.process.wait(5)
         until(lambda: not is_alive(learner.endpoint_pid))
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 20  # and not the 50 or 60 of those who wait
         assert isinstance(waiting.exception(5), grpc.RpcError)
     client.close()
 

@@ -15,9 +15,10 @@ from observability import Prometheus as Server
 from paceline import config
 from paceline.errors import ConfigError, InvalidInputError, NotFoundError, UnavailableError
 from paceline.local.lag_data import read_prometheus
-from paceline.local.lag_metrics import KEPT
-from paceline.local.lag_view import LagView, make_view
+from paceline.local.lag_metrics import KEPT, SHOWN
+from paceline.local.lag_view import LagView, _settings, make_view
 from paceline.local.prometheus import Prometheus
+from paceline.local.status import StatusReader, Watched
 from paceline.local.top import follow
 from paceline.process import StopSignal
 from paceline.telemetry import LAG_BUCKETS, BulkHistogram, MetricsServer, serve_metrics
@@ -36,6 +37,14 @@ class Served:
 
     def set(self, name: str, value: float) -> None:
         Gauge(self._prefix + name, "x", registry=self._registry).set(value)
+
+    def set_each(self, name: str, label: str, values: dict[str, float]) -> None:
+        gauge = Gauge(self._prefix + name, "x", [label], registry=self._registry)
+        for value, number in values.items():
+            gauge.labels(value).set(number)
+
+    def count(self, name: str, value: float) -> None:
+        Counter(self._prefix + name, "x", registry=self._registry).inc(value)
 
     def lag(self, name: str, values: list[int]) -> BulkHistogram:
         histogram = BulkHistogram(self._prefix + name, "x", LAG_BUCKETS, self._registry)
@@ -221,3 +230,96 @@ def test_top_goes_on_with_the_last_figures_while_prometheus_is_away(tmp_path, mo
         stop.set()
         follower.join(20)
         run.close()
+
+
+class Cluster:
+    """Two shards of replay, a learner with its endpoint, and three collectors, as a cluster has them: pods of jobs."""
+
+    def __init__(self, folder: Path) -> None:
+        learner, endpoint = Served("learner", updating=60, waiting=30, publishing=10), Served("endpoint")
+        learner.set("step", 100)
+        learner.set("environment_steps", 250)
+        learner.set("max_lag_versions", 8)
+        learner.set("workable_lag_versions", 13)
+        learner.count("trained_rows_total", 100)
+        learner.count("skipped_rows_total", 30)
+        learner.count("starved_seconds_total", 20)
+        learner.lag("training_lag_versions", [1] * 50 + [4] * 50)
+        learner.set_each("replay_clock_offset_seconds", "shard", {"0": 0.5, "1": -0.25})
+        learner.set_each("replay_clock_uncertainty_seconds", "shard", {"0": 0.001, "1": 0.002})
+        endpoint.set("published_version", 9)
+        endpoint.set("collectors", 3)
+        endpoint.set("paused_collectors", 1)
+        endpoint.set_each("applied_version", "collector", {"0": 9, "1": 8, "2": 5})
+        endpoint.set_each("publish_lag_versions", "collector", {"0": 0, "1": 1, "2": 4})
+        shards = [Served("replay") for _ in range(2)]
+        for shard, rows, skipped in zip(shards, (300, 500), (5, 7), strict=True):
+            shard.set_each("table_rows", "table", {"transitions": rows})
+            shard.set_each("table_capacity_rows", "table", {"transitions": 1000})
+            shard.count("skipped_rows_total", skipped)
+        collectors = [
+            Served("collector", acting=6, snapshot_apply=1, lag_pause=1),
+            Served("collector", acting=10, snapshot_apply=2),
+            Served("collector", acting=14, snapshot_apply=1, lag_pause=5),
+        ]
+        for collector, lags in zip(collectors, ([0] * 10, [0, 1] * 10, [2] * 10), strict=True):
+            collector.lag("acting_lag_versions", lags)
+            collector.set("clock_offset_seconds", 0.125)
+            collector.set("clock_uncertainty_seconds", 0.001)
+        self._served = [learner, endpoint, *shards, *collectors]
+        targets = {
+            "paceline/learner": [learner.address, endpoint.address],
+            "paceline/replay": [shard.address for shard in shards],
+            "paceline/collector": [collector.address for collector in collectors],
+        }
+        self.prometheus = Server(folder, targets)
+        self.prometheus.wait_for_scrapes(1)
+        self.server = Prometheus(f"http://127.0.0.1:{self.prometheus.port}")
+
+    def close(self) -> None:
+        self.prometheus.stop()
+        for process in self._served:
+            process.server.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    run = Cluster(tmp_path_factory.mktemp("cluster"))
+    yield run
+    run.close()
+
+
+def test_several_shards_and_collectors_are_summed_or_told_apart_as_each_figure_is(cluster):
+    view = make_view(read_prometheus(cluster.server, since=None, config=None))
+    acting = view.acting["versions"]
+    assert acting is not None
+    assert (acting.count, acting.sum, acting.quantile(0.5), acting.largest) == (40, 30, 0, 2)
+    assert view.collector is not None
+    assert view.learner is not None
+    assert view.collector.seconds == 8 + 12 + 20
+    assert view.collector.shares == {"acting": 30 / 40, "lag_pause": 6 / 40, "snapshot_apply": 4 / 40}
+    assert (view.learner.seconds, view.learner.sync_share) == (100, 0.1)
+    assert [(each.collector, each.versions) for each in view.publish] == [("0", 0), ("1", 1), ("2", 4)]
+    assert (view.bound.versions, view.bound.paused_collectors, view.bound.paused_share) == (8, 1, 6 / 40)
+    assert (view.bound.skipped_rows, view.bound.workable_versions) == (30 + 5 + 7, 13)
+    # A collector says by how much the learner is ahead of it, the learner by how much replay is ahead of itself.
+    assert sorted(clock.seconds for clock in view.clocks) == [-0.25, -0.125, -0.125, -0.125, 0.5]
+    assert {clock.peer for clock in view.clocks} >= {"replay 0", "replay 1"}
+    limit = view.explanation.limit
+    assert (limit.rule, limit.setting, limit.value) == ("starved_by_bound", "lag.max_lag_versions", "13")
+
+
+def test_the_advice_knows_how_many_shards_and_collectors_there_are(cluster):
+    settings = _settings(read_prometheus(cluster.server, since=None, config=None))
+    assert (settings.shards, settings.collector_count, settings.capacity_rows) == (2, 3, 1000)
+    assert settings.max_lag_versions == 8
+
+
+def test_the_live_table_of_a_sharded_run_sums_its_shards_and_lists_its_collectors(cluster):
+    status = StatusReader(Watched("cluster"), lambda: cluster.server.read_pages(SHOWN)).read()
+    assert (status.replay_rows, status.replay_capacity) == (800, 2000)
+    assert status.applied_versions == {"0": 9, "1": 8, "2": 5}
+    assert (status.published_version, status.acting_lag, status.training_lag) == (9, (0, 2), (1, 4))
+    assert status.collector_sync_share == 4 / 40
+    assert status.bound is not None
+    assert (status.bound.paused_collectors, status.bound.skipped_rows) == (1, 42)

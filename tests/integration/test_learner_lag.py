@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
+import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,20 +12,27 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from gated_environment import GATE
+from integration.lag_harness import LagRun
+from integration.peers import RUN_ID
 from integration.replay_harness import Client, free_port, make_config, request, wait_until
+from integration.replay_program import start_replay
 from paceline.config import Config
 from paceline.errors import DeadlineError, StarvedError
 from paceline.lag.attribution import PARTS
-from paceline.lag.bound import LagBound
+from paceline.lag.bound import LagBound, LearnerVersion
 from paceline.lag.publications import Publication, Publications
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.sources import Batch, BatchSource, open_followed, open_samples
 from paceline.learner.training_lag import TrainingLag
-from paceline.rows import Block, Column, numpy_columns, transition_spec
+from paceline.local.embedded import EmbeddedRedis
+from paceline.rows import Block, Column, RowSpec, numpy_columns, transition_spec
 from paceline.rpc.client import open_channel
 
 SECONDS = 30.0
 CPU = torch.device("cpu")
+NEW = LearnerVersion(0)
+"""A learner that has published nothing yet."""
 SPEC = transition_spec(Column("observation", "float32", (3,)), Column("action", "float32", (1,)))
 READS = {
     "follow": {"read": "follow"},
@@ -35,20 +41,19 @@ READS = {
     "prioritised": {"sampler": "prioritised"},
     "recent": {"sampler": "recent"},
 }
+SKIPPING = {
+    "prioritised": {"sampler": "prioritised"},
+    "fifo": {"sampler": "fifo", "max_times_sampled": 4},
+    "lifo": {"sampler": "lifo", "max_times_sampled": 4},
+}
+"""What replay draws without looking at versions."""
 
-_PROGRAM = """
-import json, sys, time
-ahead, clock = int(float(sys.argv[2]) * 1e9), time.time_ns
-time.time_ns = lambda: clock() + ahead  # what replay stamps with; gRPC's deadlines go by time.time
-from paceline.config import build
-from paceline.process import StopSignal
-from paceline.replay.main import run
-run(build(json.loads(sys.argv[1])), resume=False, stop=StopSignal.install())
-"""
+FAST = (("follow", 5000.0), ("sample", -5000.0), ("queue", 5000.0))
+"""Ways to read and clocks that are tried in the fast suite; the slow one tries the others."""
 
 
 def config_of(redis_url: str, read: str, *, batch_size: int = 4, **sections: Any) -> Config:
-    table = dict(READS[read])
+    table = dict({**READS, **SKIPPING}[read])
     return make_config(
         redis_url,
         port=free_port(),
@@ -62,25 +67,31 @@ def config_of(redis_url: str, read: str, *, batch_size: int = 4, **sections: Any
 
 
 @pytest.fixture
+def redis_server(bundled_redis: EmbeddedRedis) -> EmbeddedRedis:
+    return bundled_redis
+
+
+@pytest.fixture
 def spawn_ahead(redis_server) -> Iterator[Callable[..., Client]]:
     """Starts a replay process whose clock is so many seconds ahead of this one's."""
     started = []
 
-    def start(config: Config, ahead: float = 0.0) -> Client:
+    def start(config: Config, ahead: float = 0.0, spec: RowSpec | None = SPEC) -> Client:
         tree = config.model_dump(mode="json")
         tree["replay"]["redis_url"] = redis_server.url
-        process = subprocess.Popen([sys.executable, "-c", _PROGRAM, json.dumps(tree), str(ahead)])
-        client = Client(config)
+        process = start_replay(tree, ahead=ahead)
+        client = Client(config, config.run_id)
         started.append((process, client))
         client.wait_until_serving()
-        client.open(SPEC)
+        if spec is not None:
+            client.open(spec)
         return client
 
     yield start
     for process, client in started:
         client.close()
         process.kill()
-        process.wait(SECONDS)
+        process.join(SECONDS)
 
 
 @pytest.fixture
@@ -88,13 +99,17 @@ def learn() -> Iterator[Callable[..., BatchSource]]:
     """Opens the source that a configuration asks for, and closes it."""
     opened = []
 
-    def start(config: Config, metrics: LearnerMetrics, base_version: int = 0) -> BatchSource:
+    def start(
+        config: Config, metrics: LearnerMetrics, learner: LearnerVersion = NEW, spec: RowSpec = SPEC
+    ) -> BatchSource:
         options: dict[str, Any] = {"seed": 1, "metrics": metrics, "device": CPU}
         channels = [open_channel(address, config.rpc) for address in config.replay.shard_addresses()]
         if config.follows:
-            source = open_followed(config, channels, SPEC, base_version=base_version, **options)
+            source = open_followed(config, channels, spec, base_version=learner.base_version, **options)
         else:
-            source = open_samples(config, SPEC, **options)
+            source = open_samples(config, spec, learner_version=learner, **options)
+        if learner:
+            source.set_policy_version(int(learner))
         opened.append((source, channels))
         return source
 
@@ -121,10 +136,13 @@ def versions_of(batch: Batch) -> list[int]:
 @pytest.mark.parametrize(
     ("read", "ahead"),
     [
-        ("follow", 5000.0),
-        ("sample", -5000.0),
-        ("queue", 5000.0),
-        *(pytest.param(read, ahead, marks=pytest.mark.slow) for read in READS for ahead in (0.0, 5000.0, -5000.0)),
+        *FAST,
+        *(
+            pytest.param(read, ahead, marks=pytest.mark.slow)
+            for read in READS
+            for ahead in (0.0, 5000.0, -5000.0)
+            if (read, ahead) not in FAST
+        ),
     ],
 )
 def test_lag_is_split_exactly_where_a_block_was_held_back_and_replays_clock_is_wrong(
@@ -220,9 +238,141 @@ def test_rows_beyond_the_bound_are_not_drawn_and_a_bound_that_starves_is_told(re
 def test_a_learner_that_resumed_draws_the_rows_of_before_until_it_has_moved_on(redis_server, spawn_ahead, learn):
     config = config_of(redis_server.url, "follow", lag={"max_lag_versions": 3})
     spawn_ahead(config).append(request(1, rows_of([1] * 10)))
-    source = learn(config, LearnerMetrics(CollectorRegistry()), base_version=40)
+    restored = LearnerVersion(41, incarnation=2, base_version=40)
+    source = learn(config, LearnerMetrics(CollectorRegistry()), restored)
     source.set_policy_version(43)
     assert versions_of(source.next_batch(SECONDS)) == [1] * 4
     source.set_policy_version(44)
     with pytest.raises(StarvedError, match=r"with lag\.max_lag_versions=4 they would do"):
         source.next_batch(0.1)
+
+
+@pytest.mark.parametrize("read", SKIPPING)
+def test_draws_by_priority_or_age_skip_rows_beyond_the_bound_and_replay_counts_them(
+    redis_server, spawn_ahead, learn, read
+):
+    config = config_of(redis_server.url, read, batch_size=10, lag={"max_lag_versions": 3})
+    client = spawn_ahead(config)
+    client.append(request(1, rows_of([1] * 30 + [6] * 5 + [9] * 5)))
+    source = learn(config, LearnerMetrics(CollectorRegistry()), LearnerVersion(9, incarnation=1))
+    batches = [versions_of(source.next_batch(SECONDS)) for _ in range(4 if read != "prioritised" else 12)]
+    drawn = [version for batch in batches for version in batch]
+    assert set(drawn) == {6, 9}
+    # The rows that are drawn at most four times: in the order of their age, or the other way round.
+    if read != "prioritised":
+        assert drawn == {"fifo": [6] * 20 + [9] * 20, "lifo": [9] * 20 + [6] * 20}[read]
+
+    def skipped() -> float:
+        return metric(config, "paceline_replay_skipped_rows_total")
+
+    if read == "fifo":
+        assert skipped() == 30 * 4, "the oldest first: every draw of every row beyond the bound"
+    if read == "lifo":
+        assert skipped() == 0
+    if read == "prioritised":
+        # Three draws in four: five standard deviations of the draws that it took are below a third of them.
+        assert 2 < skipped() / metric(config, "paceline_replay_sampled_rows_total") < 4
+
+    # Nothing is left within the bound: said with the bound that would do, and over when a newer row comes.
+    source.set_policy_version(20)
+    if read == "prioritised":
+        reason = wait_until(lambda: _why_starved(source), "the bound starves the learner")
+        assert "at most 3 versions (lag.max_lag_versions) behind 20" in reason
+        assert "with lag.max_lag_versions=11 they would do" in reason
+    client.append(request(2, rows_of([18] * 5)))
+    wait_until(lambda: _next_versions(source) == {18}, "rows within the bound")
+
+
+def _next_versions(source: BatchSource) -> set[int]:
+    try:
+        return set(versions_of(source.next_batch(0.2)))
+    except DeadlineError:
+        return set()
+
+
+def _why_starved(source: BatchSource) -> str:
+    try:
+        source.next_batch(0.2)
+    except StarvedError as error:
+        return str(error)
+    except DeadlineError:
+        pass
+    return ""
+
+
+def metric(config: Config, name: str) -> float:
+    """A sample of the replay service, of the learner's table."""
+    with urllib.request.urlopen(f"http://{config.replay.metrics_listen}/metrics", timeout=10) as page:
+        lines = page.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f'{name}{{table="transitions"}}'))
+
+
+@pytest.mark.parametrize("read", ["follow", "sample", "recent", "prioritised"])
+def test_after_a_restore_the_bound_counts_from_the_learner_and_counts_are_exact(
+    redis_server, spawn_ahead, learn, tmp_path, read
+):
+    """Rows of a real collector, whose versions the script publishes, and a learner that comes back as of version 12."""
+    config = config_of(redis_server.url, read, batch_size=20, run_id=RUN_ID, lag={"max_lag_versions": 3})
+    client = spawn_ahead(config, spec=None)
+    run = LagRun(tmp_path, replay_address=config.replay.address)
+
+    def collect(*versions: int) -> None:
+        """Five rows of each, one version after the other; the fifth when the next one is published."""
+        for version in versions:
+            if version == 1:
+                run.start()
+            else:
+                run.publish_through(version)
+                GATE.take()  # its action was chosen by the version before
+            GATE.take(4)
+
+    def train(source: BatchSource, base: int, version: int, versions: set[int]) -> None:
+        """Train on batches drawn with a version, and compare with what is counted of them."""
+        registry = CollectorRegistry()
+        bound = LagBound(3, base)
+        lag = TrainingLag(run.spec, bound=bound, publications=None, metrics=LearnerMetrics(registry))
+        source.set_policy_version(version)
+        drawn = Counter[int]()
+        skipped, masked = 0.0, 0
+        beyond, batches = [0], 0
+        # What was ordered before the version was said comes first, and what is beyond the bound of it is masked.
+        while beyond or set(drawn) != versions:
+            batches += 1
+            assert batches < 100, f"rows of {versions} are within the bound, and those drawn are {drawn}"
+            batch = source.next_batch(SECONDS)
+            stamps = numpy_columns(run.spec, batch.rows.numpy())["policy_version"].tolist()
+            beyond = [each for each in stamps if version - max(each, base) > 3]
+            drawn.update(each for each in stamps if each not in beyond)
+            skipped, masked = skipped + batch.skipped_row_count, masked + len(beyond)
+            lag.take(batch, policy_version=version, learner_step=version)
+        lag.count()
+        counted = registry.get_sample_value("paceline_learner_training_lag_versions_sum")
+        assert counted == sum(max(version - each, 0) * count for each, count in drawn.items())
+        assert registry.get_sample_value("paceline_learner_trained_rows_total") == drawn.total()
+        assert registry.get_sample_value("paceline_learner_masked_rows_total") == masked
+        assert registry.get_sample_value("paceline_learner_skipped_rows_total") == pytest.approx(skipped)
+        batch = source.next_batch(SECONDS)
+        if read != "prioritised":
+            within = sum(rows[each] for each in versions)
+            assert batch.skipped_row_count == pytest.approx(20 * (sum(rows.values()) - within) / within)
+
+    try:
+        collect(1, 10, 18, 20)
+        rows = {1: 5, 10: 5, 18: 5, 20: 4}
+        wait_until(lambda: client.describe().row_count == 19, "rows are stored")
+        source = learn(config, LearnerMetrics(CollectorRegistry()), LearnerVersion(20, incarnation=1), run.spec)
+        train(source, 0, 20, {18, 20})
+        source.close()
+        # It comes back from a checkpoint of version 12: rows of 18 and 20 are of policies that it does not know.
+        run.endpoint.incarnation = 2
+        collect(13)
+        rows |= {20: 5, 13: 4}
+        wait_until(lambda: client.describe().row_count == 24, "rows are stored")
+        restored = LearnerVersion(13, incarnation=2, base_version=12)
+        source = learn(config, LearnerMetrics(CollectorRegistry()), restored, run.spec)
+        train(source, 12, 13, {1, 10, 13, 18, 20})
+        train(source, 12, 15, {1, 10, 13, 18, 20})
+        train(source, 12, 16, {13, 18, 20})
+        train(source, 12, 17, {18, 20})
+    finally:
+        run.close()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from integration.replay_harness import SPEC, Client, block, free_port, make_config, request, wait_until
+from integration.replay_program import start_replay
 from paceline.config import Config
 from paceline.errors import ConfigError, DeadlineError
 from paceline.learner.metrics import LearnerMetrics
@@ -24,6 +23,11 @@ from paceline.rpc.client import open_channel
 SECONDS = 30.0
 CPU = torch.device("cpu")
 QUICK = {"backoff_max_seconds": 0.2}
+
+
+@pytest.fixture
+def redis_server(bundled_redis: EmbeddedRedis) -> EmbeddedRedis:
+    return bundled_redis
 
 
 @pytest.fixture
@@ -52,15 +56,6 @@ def values(batch: Batch) -> np.ndarray:
     return numpy_columns(SPEC, batch.rows.numpy())["value"].astype(int)
 
 
-_PROGRAM = """
-import json, sys
-from paceline.config import build
-from paceline.process import StopSignal
-from paceline.replay.main import run
-run(build(json.loads(sys.argv[1])), resume=sys.argv[3] == "resume", stop=StopSignal.install(), shard=int(sys.argv[2]))
-"""
-
-
 class Shards:
     """Two replay processes of one run, on one Redis."""
 
@@ -74,15 +69,14 @@ class Shards:
             learner={"batch_size": 64, "prefetch_batches": 2},
         )
         self._redis_url = redis_url
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.processes: dict[int, BaseProcess] = {}
         self.clients: dict[int, Client] = {}
 
     def start(self, number: int, *, resume: bool = False) -> Client:
         address = self.config.replay.shard_addresses()[number]
         tree = self.config.model_dump(mode="json")
         tree["replay"] |= {"redis_url": self._redis_url, "listen": address, "metrics_listen": "127.0.0.1:0"}
-        arguments = [json.dumps(tree), str(number), "resume" if resume else "new"]
-        self.processes[number] = subprocess.Popen([sys.executable, "-c", _PROGRAM, *arguments])
+        self.processes[number] = start_replay(tree, resume=resume, shard=number)
         self.clients[number] = client = Client(self.config, shard=number)
         client.wait_until_serving()
         return client
@@ -91,7 +85,7 @@ class Shards:
         self.clients.pop(number).close()
         process = self.processes.pop(number)
         process.kill()
-        process.wait(SECONDS)
+        process.join(SECONDS)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from integration.scripted_replay import RPC, RUN, SECONDS, SPEC, TABLE, ScriptedReplay
 from integration.waiting import wait_until
 from paceline.errors import DeadlineError, RunMismatchError, UnavailableError
+from paceline.lag.bound import LearnerVersion
 from paceline.learner import priority_updates
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.sources import Batch, SampleSource
@@ -113,11 +114,14 @@ def test_no_more_is_ordered_than_the_prefetch_over_cuts_too(replay, sample):
 
 
 def test_the_newest_policy_version_goes_with_the_orders(replay, sample):
-    source = sample(prefetch=2)
+    source = sample(prefetch=2, learner=LearnerVersion(5, incarnation=3, base_version=4))
+    source.next_batch(SECONDS)
+    assert replay.samples[0].policy_version == 5
     source.set_policy_version(7)
     source.next_batch(SECONDS)
     source.next_batch(SECONDS)
     replay.wait_for(lambda: replay.samples[-1].policy_version == 7, "an order says the version")
+    assert {(each.learner_incarnation, each.base_version) for each in replay.samples} == {(3, 4)}
 
 
 def test_priorities_reach_replay_and_are_counted(replay, sample):

@@ -205,6 +205,9 @@ def test_every_call_of_another_run_is_refused_and_nothing_is_stored(opened, redi
         ({"table": "others"}, "expected 4 from 'transitions'"),
         ({"batch_count": 0}, "expected 1 or more of each"),
         ({"batch_size": -4}, "expected 1 or more of each"),
+        ({"policy_version": -1}, "expected 0 or more of each"),
+        ({"base_version": -1}, "expected 0 or more of each"),
+        ({"learner_incarnation": -1}, "expected 0 or more of each"),
     ],
 )
 def test_a_later_sample_request_that_differs_is_refused(opened, later, text):
@@ -406,9 +409,9 @@ def test_a_client_that_never_reads_cannot_delay_the_stop_beyond_the_drain_time(r
 @pytest.mark.parametrize(
     ("keepalive", "quiet"), [(1.0, 6.0), pytest.param(None, 45.0, marks=pytest.mark.slow)], ids=["short", "shipped"]
 )
-def test_a_stream_that_is_quiet_for_many_pings_is_not_cut(redis_server, serve, keepalive, quiet):
+def test_a_stream_that_is_quiet_for_many_pings_is_not_cut(bundled_redis, serve, keepalive, quiet):
     rpc = {} if keepalive is None else {"keepalive_seconds": keepalive}
-    _, client = serve(make_config(redis_server.url, limiter={"min_rows": 20, "deadline_seconds": quiet}, rpc=rpc))
+    _, client = serve(make_config(bundled_redis.url, limiter={"min_rows": 20, "deadline_seconds": quiet}, rpc=rpc))
     client.open()
     with pytest.raises(grpc.RpcError) as caught:
         list(client.stub.Sample(iter([client.sample_request(10)]), timeout=quiet + SECONDS))

@@ -12,10 +12,16 @@ from paceline.config import RpcConfig
 from paceline.errors import DeadlineError, PacelineError, RunMismatchError
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.sources import SampleSource
+from paceline.local.embedded import EmbeddedRedis
 from paceline.rows import Column, RowSpec, numpy_columns
 from paceline.v1 import replay_pb2
 
 SECONDS = 20.0
+
+
+@pytest.fixture
+def redis_server(bundled_redis: EmbeddedRedis) -> EmbeddedRedis:
+    return bundled_redis
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "services" / "paceline"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "v1" not in path.relative_to(PACKAGE).parts)
 
-FOUNDATIONS = {"errors", "identity", "rows", "config", "telemetry", "process", "rpc", "v1"}
+FOUNDATIONS = {"errors", "identity", "rows", "config", "health", "telemetry", "process", "rpc", "v1"}
 ALL_BUT_ROLES = FOUNDATIONS | {"tables", "actors", "snapshot", "envs", "replica", "lag"}
 
 # A module of the package, and the other modules of it that it may import. Anything may import `__version__`.
@@ -20,7 +20,8 @@ ARROWS = {
     "identity": {"errors"},
     "rows": {"errors"},
     "config": {"errors"},
-    "telemetry": {"errors"},
+    "health": set(),
+    "telemetry": {"errors", "health"},
     "process": {"errors"},
     "rpc": FOUNDATIONS - {"rpc"} | {"snapshot"},
     "snapshot": {"errors", "identity", "rows"},
@@ -30,10 +31,13 @@ ARROWS = {
     "envs": {"errors", "rows", "config", "telemetry"},
     "replica": ALL_BUT_ROLES - {"replica", "tables", "envs"},
     "learner.algorithms": {"errors", "rows", "actors"},
-    "replay": FOUNDATIONS | {"tables"},
+    "replay": FOUNDATIONS | {"tables", "lag"},
     "collector": ALL_BUT_ROLES,
     "evaluator": ALL_BUT_ROLES,
-    "learner": ALL_BUT_ROLES,
+    "learner": ALL_BUT_ROLES | {"serving"},
+    # What learner and relay both serve with: neither may import the other, and services meet at the protos only.
+    "serving": FOUNDATIONS | {"lag"},
+    "relay": FOUNDATIONS | {"lag", "serving"},
     "report": {"errors", "telemetry"},
     "schema": set(),
 }
@@ -115,7 +119,7 @@ def test_replay_never_imports_torch_or_gymnasium(path):
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in FILES if module_of(path) in FOUNDATIONS | {"snapshot", "replay", "tables"}],
+    [path for path in FILES if module_of(path) in FOUNDATIONS | {"snapshot", "replay", "tables", "serving", "relay"}],
     ids=where,
 )
 def test_importing_a_foundation_imports_no_torch(path):
@@ -152,7 +156,14 @@ def test_every_call_of_a_peer_has_a_deadline(path):
 
 
 @pytest.mark.parametrize(
-    "module", ["paceline.replay.main", "paceline.learner.endpoint", "paceline.learner.endpoint_process", "paceline.cli"]
+    "module",
+    [
+        "paceline.replay.main",
+        "paceline.learner.endpoint",
+        "paceline.learner.endpoint_process",
+        "paceline.relay.main",
+        "paceline.cli",
+    ],
 )
 def test_importing_a_role_that_needs_no_tensors_loads_no_torch(module):
     code = f"import sys, {module}; print(*sorted({HEAVY!r} & sys.modules.keys()))"

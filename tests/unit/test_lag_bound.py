@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.lag.bound import LagBound, require_reachable, smallest_reachable_bound
+from paceline.lag.bound import LagBound, Starvation, require_reachable, smallest_reachable_bound
 
 lists_of_versions = st.lists(st.integers(0, 40), min_size=1, max_size=30)
 
@@ -74,6 +74,9 @@ def test_starvation_names_the_smallest_bound_that_would_work(versions, newest, m
 
 def test_a_report_of_starvation_says_what_is_there_what_is_needed_and_what_would_do():
     found = LagBound(2).find_starvation(np.array([1, 3, 8]), 10, draws_needed=2)
+    assert found is not None
+    assert Starvation.read_smallest_bound(f"no batch within 0.5 s: table 'transitions': {found}") == 7
+    assert Starvation.read_smallest_bound("no batch within 0.5 s: the limiter holds it back") is None
     assert str(found) == (
         "no batch can be drawn: the rows that are at most 2 versions (lag.max_lag_versions) behind 10, the newest "
         "policy version, allow 1 draws, expected at least 2; with lag.max_lag_versions=7 they would do, or wait for "

@@ -70,18 +70,33 @@ BOUND = {"max_lag_versions": 8}
         # 2 collectors keep the learner busy half of its time.
         (given(learner={"waiting": 0.5}), "collectors_limit", "collector.count", "4"),
         (given(learner={"waiting": 0.6}), "collectors_limit", "collector.count", "5"),
-        (given(collectors={"append_wait": 0.4}), "learner_limits", "learner.updates_per_step", "0.6"),
+        # What costs no learning comes first: 3 % of the learner's time goes to publishing.
+        (given(collectors={"append_wait": 0.4}), "learner_limits", "learner.publish_every_updates", "20"),
         (
-            given(collectors={"append_wait": 0.4}, settings={"updates_per_step": None, "collector_count": 5}),
+            given(collectors={"append_wait": 0.4}, learner={"publishing": 0.02, "checkpointing": 0.04}),
+            "learner_limits",
+            "learner.checkpoint.every_updates",
+            "20000",
+        ),
+        (
+            given(
+                collectors={"append_wait": 0.4},
+                learner={"publishing": 0.0},
+                settings={"updates_per_step": None, "collector_count": 5},
+            ),
             "learner_limits",
             "collector.count",
             "3",
         ),
         (
-            given(collectors={"append_wait": 0.4}, settings={"updates_per_step": None, "collector_count": 1}),
+            given(
+                collectors={"append_wait": 0.4},
+                learner={"publishing": 0.0},
+                settings={"updates_per_step": None, "collector_count": 1},
+            ),
             "learner_limits",
-            None,
-            None,
+            "learner.threads",
+            "2",
         ),
         (
             given(collectors={"append_wait": 0.4}, learner={"waiting": 0.4}),
@@ -100,6 +115,31 @@ BOUND = {"max_lag_versions": 8}
 def test_the_rule_that_holds_names_the_limit_the_setting_and_the_number(figures, rule, setting, value):
     advice = find_limit(figures)
     assert (advice.rule, advice.setting, advice.value) == (rule, setting, value)
+
+
+def test_what_costs_learning_is_named_last_and_every_change_says_what_it_trades():
+    figures = given(
+        collectors={"append_wait": 0.4},
+        learner={"publishing": 0.03, "checkpointing": 0.015, "waiting": 0.02},
+        settings={"prefetch_batches": 4},
+    )
+    advice = find_limit(figures)
+    settings = [advice.setting, *(option.setting for option in advice.further)]
+    assert settings == [
+        "learner.publish_every_updates",
+        "learner.prefetch_batches",
+        "learner.checkpoint.every_updates",
+        "learner.threads",
+        "learner.updates_per_step",
+    ]
+    trades = [advice.trades, *(option.trades for option in advice.further)]
+    assert all("costs no learning" in each for each in trades[:-1])
+    assert "trades learning for speed" in trades[-1]
+    assert advice.further[-1].value == "0.6"
+    assert "Then set learner.updates_per_step=0.6 (now 1). That one trades" in str(advice)
+    # From a ring of its own a learner draws when it wants, and what takes next to no time is not named.
+    quick = find_limit(given(collectors={"append_wait": 0.4}, learner={"publishing": 0.009, "waiting": 0.3}))
+    assert [quick.setting, *(option.setting for option in quick.further)] == settings[-2:]
 
 
 def test_a_bound_is_named_before_what_it_hides():
@@ -176,12 +216,14 @@ def test_the_paragraph_says_limit_lags_cause_and_what_the_bound_left_out():
     )
     assert explain(figures).paragraph == (
         "This run is limited by collecting: the learner waits 50% of its time for rows, and collectors are hardly held "
-        "back (they wait less than 1% of theirs). Set collector.count=4 (now 2). That needs cores for them; more "
-        "environments in each (collector.environments) need fewer. Rows are trained on 40 versions late at the median "
-        "and more than the largest bucket's at the 99th percentile, and collectors act 0 versions late at the median "
-        "and 1 at the 99th percentile. 98% of the lag is residence: rows waiting in the table (39 versions for a row "
-        "on average, 4 s). Set replay.tables.transitions.capacity_rows=2051 (now 100000). Then the oldest row stays "
-        "within the bound. Beyond the bound of 8 versions, 1200 rows were not drawn and 3 were drawn and had no weight."
+        "back (they wait less than 1% of theirs). Set collector.count=4 (now 2). That needs cores for them, and costs "
+        "no learning. More environments in each (collector.environments) need fewer. Rows are trained on 40 versions "
+        "late at the median and more than the largest bucket's at the 99th percentile, and collectors act 0 versions "
+        "late at the median and 1 at the 99th percentile. 98% of the lag is residence: rows waiting in the table (39 "
+        "versions for a row on average, 4 s). Set replay.tables.transitions.capacity_rows=2051 (now 100000). That "
+        "trades the variety of old rows for rows of newer policies. Then the oldest row stays within the bound. Of "
+        "rows beyond the bound of "
+        "8 versions, 1200 draws were skipped and 3 were made and had no weight."
     )
 
 

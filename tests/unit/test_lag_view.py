@@ -56,12 +56,14 @@ TOTALS = [
     *activities("collector", acting=120.0, environment=60.0, append_wait=10.0, snapshot_apply=4.0, lag_pause=6.0),
     ("paceline_learner_skipped_rows_total", {}, 12.0),
     ("paceline_learner_masked_rows_total", {}, 3.0),
-    ("paceline_learner_starved_seconds_total", {}, 0.0),
+    ("paceline_replay_skipped_rows_total", {"table": "transitions"}, 40.0),
+    ("paceline_learner_starved_seconds_total", {}, 2.0),
     ("paceline_collector_pauses_total", {}, 7.0),
 ]  # fmt: skip
 GAUGES: dict[str, list[Sample]] = {
     "learner": [
         ("paceline_learner_max_lag_versions", {}, 4.0),
+        ("paceline_learner_workable_lag_versions", {}, 9.0),
         ("paceline_learner_replay_clock_offset_seconds", {"shard": "0"}, -0.25),
         ("paceline_learner_replay_clock_uncertainty_seconds", {"shard": "0"}, 0.001),
     ],
@@ -141,8 +143,9 @@ def test_what_a_person_reads_has_every_figure():
         "sum 100.0% of 100.0 s, beside starting 5.0 s",
         "4 versions",
         "7 times, 3.0% of the time of collectors; now 1",
-        "12 were not drawn",
-        "3 were drawn and had weight 0",
+        "52 of rows beyond it; a row counts once for each draw",  # the learner's and replay's
+        "3 of rows beyond it were made and had weight 0",
+        "2.0 s; less than 1 % of the time with lag.max_lag_versions=9",
         "-1500.0 ms",
         "-250.0 ms",
     ):
@@ -150,6 +153,16 @@ def test_what_a_person_reads_has_every_figure():
     # What limits the run, and which setting to change.
     assert "62% of the lag is residence" in " ".join(text.split())
     assert "Set replay.tables.transitions.capacity_rows=800000 (now 1000000)." in " ".join(text.split())
+
+
+def test_a_run_that_its_bound_starves_is_told_the_bound_that_would_work():
+    starved = [
+        ("paceline_learner_starved_seconds_total", {}, 30.0) if "starved" in each[0] else each for each in TOTALS
+    ]
+    view = view_of(starved, GAUGES)
+    assert view.explanation.limit.rule == "starved_by_bound"
+    assert (view.explanation.limit.setting, view.explanation.limit.value) == ("lag.max_lag_versions", "9")
+    assert json.loads(to_json(view))["bound"]["workable_versions"] == 9
 
 
 def test_collectors_are_in_the_order_of_their_numbers_and_what_none_told_is_unknown():
@@ -175,9 +188,10 @@ def test_of_a_run_that_told_nothing_everything_is_unknown_and_nothing_is_nought(
 
 
 def test_a_bound_whose_effect_nobody_counted_is_not_said_to_have_none():
-    text = text_of(view_of([], {"learner": GAUGES["learner"]}))
-    for line in ("unknown were not drawn", "unknown were drawn", "learner starved", "unknown"):
-        assert line in text
+    text = text_of(view_of([], {"learner": GAUGES["learner"][:1]}))
+    words = " ".join(text.split())
+    for line in ("unknown of rows beyond it;", "unknown of rows beyond it were made", "learner starved unknown"):
+        assert line in words
 
 
 def test_without_the_settings_the_advice_names_the_setting_and_no_value():

@@ -19,12 +19,13 @@ class Pair:
         self.now, self.ahead = NOW, ahead
         self.clock = LearnerClock(lambda: self.now)
 
-    def poll(self, *, there: float = 0.0, held: float = 0.0, back: float = 0.0) -> None:
+    def poll(self, *, there: float = 0.0, held: float = 0.0, back: float = 0.0, uncertainty: float = 0.0) -> None:
         """A poll whose ways and whose stay with the learner take so long."""
         sent = self.now
         received_at = sent + there + self.ahead
         self.now = sent + there + held + back
         times = times_pb2.AnswerTimes(received_at=timestamp(received_at), answered_at=timestamp(received_at + held))
+        times.uncertainty.FromNanoseconds(round(uncertainty * 1e9))
         self.clock.note_poll(sent, times, self.now)
 
 
@@ -44,6 +45,15 @@ def test_the_learners_time_is_told_within_the_uncertainty_however_long_the_poll_
     assert 0.125 < offset.uncertainty_seconds < 0.13
     assert abs(pair.clock.now() - (pair.now + ahead)) <= offset.uncertainty_seconds
     assert pair.clock.stamp() == pair.clock.now()
+
+
+def test_what_a_relay_is_uncertain_of_adds_to_what_the_round_trip_leaves():
+    pair = Pair(ahead=1000)
+    pair.poll(there=0.25, back=0.25, uncertainty=2.0)
+    assert pair.clock.offset().uncertainty_seconds == pytest.approx(2.25, abs=1e-3)
+    # A poll with a longer way and a surer answer is the better one.
+    pair.poll(there=1.0, back=1.0, uncertainty=0.125)
+    assert pair.clock.offset().uncertainty_seconds == pytest.approx(1.125, abs=1e-3)
 
 
 @pytest.mark.parametrize("ways", [{"there": 1.0}, {"back": 1.0}])

@@ -390,6 +390,7 @@ def test_a_run_that_the_bound_starves_says_so_with_the_bound_that_would_do(monke
     assert "lag.max_lag_versions=9 they would do" in logs[0]["reason"]
     assert run.value("masked_rows_total") > 0
     assert run.value("starved_seconds_total") > 0
+    assert run.value("workable_lag_versions") == 8  # of the rows that came, 2 is the newest
 
 
 def test_rows_that_the_bound_kept_from_being_drawn_are_counted_with_those_drawn():

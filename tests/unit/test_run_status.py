@@ -190,7 +190,7 @@ def test_both_lags_their_parts_and_the_bound_are_shown():
     figures = dict(_figures(StatusReader(TRIAL, Pages(pages)).read()))
     assert figures["lag p50/p99"] == "1/8 training, 0/1 acting"
     assert figures["lag by part"] == "transfer 30%, residence 70%"
-    assert figures["lag bound"] == "8: - paused, 120 rows skipped, - masked"
+    assert figures["lag bound"] == "8: - paused, 120 draws skipped, - masked"
 
 
 @pytest.mark.usefixtures("seconds")

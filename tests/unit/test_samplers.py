@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from chi_squared import assert_as_likely_as
 from paceline.errors import BlockError, ConfigError, ConflictError, InvalidInputError, UnavailableError
+from paceline.lag.bound import LagBound, LearnerVersion
 from paceline.tables.memory import Drawn, MemorySettings, TableMemory
 
 CAPACITY = 200
@@ -373,6 +374,81 @@ def test_rows_of_before_a_restore_count_as_if_they_were_of_its_version():
     assert set(draw(memory, 500, policy_version=53).keys.tolist()) == set(range(20, 30))
     assert memory.find_starvation(1, 53) is None
     assert memory.find_starvation(1, 60).smallest_bound == 9
+
+
+@given(
+    most=st.integers(0, 6),
+    limited=st.booleans(),
+    steps=st.lists(
+        st.one_of(
+            st.tuples(st.just("rows"), st.lists(st.integers(0, 40), min_size=1, max_size=8)),
+            st.tuples(st.just("says"), st.integers(0, 3), st.integers(0, 40), st.integers(0, 40)),
+        ),
+        min_size=1,
+        max_size=30,
+    ),
+)
+def test_the_bound_counts_from_what_the_newest_incarnation_of_the_learner_says(most, limited, steps):
+    memory = memory_of(
+        sampler="recent",
+        max_lag_versions=most,
+        capacity_rows=2000,
+        max_times_sampled=1000 if limited else None,
+    )
+    versions: list[int] = []
+    said: dict[int, int] = {}  # the newest version by incarnation
+    bases: dict[int, int] = {}
+    for step in steps:
+        version: int = 0
+        if step[0] == "rows":
+            for number in step[1]:
+                append(memory, 1, version=number)
+            versions += step[1]
+        else:
+            _, incarnation, number, base = step
+            bases.setdefault(incarnation, base if incarnation else 0)
+            version = LearnerVersion(number, incarnation=incarnation, base_version=bases[incarnation])
+            if number:
+                said[incarnation] = max(said.get(incarnation, 0), number)
+        starvation = memory.find_starvation(1, version)
+        if not versions:
+            continue
+        speaker = max(said, default=0)
+        newest = said.get(speaker, max(versions))
+        bound = LagBound(most, bases.get(speaker, 0))
+        within = ~bound.is_exceeded(np.array(versions), newest)
+        assert (starvation is None) == within.any()
+        if starvation is not None:
+            continue
+        keys = draw(memory, 1, policy_version=version).keys
+        assert within[keys].all()
+        if memory.settings.max_times_sampled is None:
+            assert memory.within_bound(0) == np.count_nonzero(within)
+            np.testing.assert_allclose(draw(memory, 3).probabilities, 1 / np.count_nonzero(within), rtol=1e-6)
+
+
+def test_a_learner_that_was_restored_counts_anew_and_the_one_before_counts_no_longer():
+    memory = memory_of(sampler="recent", max_lag_versions=2)
+    for version in (3, 50, 58, 60):
+        append(memory, 10, version=version)
+    before = LearnerVersion(60, incarnation=1)
+    assert set(draw(memory, 500, policy_version=before).keys.tolist()) == set(range(20, 40))
+    # Restored from a backup of the run: rows of versions that it has not published yet do not lag, nor do older ones.
+    restored = LearnerVersion(42, incarnation=2, base_version=40)
+    assert set(draw(memory, 500, policy_version=restored).keys.tolist()) == set(range(40))
+    assert set(draw(memory, 500, policy_version=before).keys.tolist()) == set(range(40))
+    assert set(draw(memory, 500, policy_version=99).keys.tolist()) == set(range(40))
+    assert set(draw(memory, 500, policy_version=restored.raised_to(43)).keys.tolist()) == set(range(10, 40))
+
+
+def test_a_version_that_is_said_counts_for_more_than_that_of_a_row():
+    memory = memory_of(sampler="recent", max_lag_versions=2)
+    for version in (6, 9):
+        append(memory, 10, version=version)
+    assert set(draw(memory, 300).keys.tolist()) == set(range(10, 20))  # nobody said any
+    assert set(draw(memory, 300, policy_version=8).keys.tolist()) == set(range(20))
+    append(memory, 10, version=30)
+    assert set(draw(memory, 300).keys.tolist()) == set(range(30))
 
 
 def test_starvation_by_the_bound_is_told_from_a_lack_of_draws():

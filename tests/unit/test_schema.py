@@ -18,8 +18,10 @@ from paceline.lag.clock import ClockOffset
 from paceline.learner import endpoint_metrics as endpoint
 from paceline.learner import metrics as learner
 from paceline.learner.registry import COLLECTOR, RunRegistry
+from paceline.relay import metrics as relay
 from paceline.replay import metrics as replay
 from paceline.schema import METRICS, SERIES, Metric, markdown
+from paceline.serving import metrics as serving
 from paceline.telemetry import serve_metrics
 
 UNITS_IN_NAMES = {"seconds", "bytes", "versions", "rows", "blocks", "pages", "steps", "episodes", "polls"}
@@ -45,6 +47,10 @@ def endpoint_page(registry: CollectorRegistry) -> None:
     endpoint.EndpointMetrics(registry, run)
 
 
+def relay_page(registry: CollectorRegistry) -> None:
+    relay.RelayMetrics(registry, collector_count=lambda: 0, clock_offset=lambda: None)
+
+
 def collector_page(registry: CollectorRegistry) -> None:
     metrics = collector.CollectorMetrics(registry)
     metrics.replica.set_known_version(1)
@@ -62,6 +68,7 @@ PAGES: dict[str, Callable[[CollectorRegistry], None]] = {
     "replay": replay_page,
     "learner": learner_page,
     "endpoint": endpoint_page,
+    "relay": relay_page,
     "collector": collector_page,
     "evaluator": evaluator_page,
 }
@@ -132,8 +139,11 @@ def test_every_process_serves_what_the_schema_says_of_every_process() -> None:
             "activity",
             {*replay.APPEND_ACTIVITIES, *replay.SAMPLE_ACTIVITIES, *replay.FOLLOW_ACTIVITIES},
         ),
-        ("paceline_endpoint_polls_total", "result", endpoint.POLL_RESULTS),
+        ("paceline_endpoint_polls_total", "result", serving.POLL_RESULTS),
+        ("paceline_relay_polls_total", "result", serving.POLL_RESULTS),
+        ("paceline_relay_upstream_polls_total", "result", relay.UPSTREAM_RESULTS),
         ("paceline_replay_refused_blocks_total", "reason", replay.REFUSALS),
+        ("paceline_collector_append_failures_total", "reason", collector.APPEND_FAILURES),
         ("paceline_replay_limiter_wait_seconds_total", "side", replay.SIDES),
     ],
 )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter
+from structlog.testing import capture_logs
 
 from paceline.local.lag_metrics import KEPT, SHOWN, SUMMED
-from paceline.local.scrape import Page
+from paceline.local.scrape import Page, read_last_page
 from paceline.local.tally import Tally
 from paceline.schema import METRICS, SERIES
+from paceline.telemetry import MetricsServer, serve_metrics
 
 STEPS = "paceline_collector_environment_steps_total"
 ACTIVITY = "paceline_collector_activity_seconds_total"
@@ -138,6 +142,40 @@ def test_the_watched_time_begins_with_the_first_turn_and_leaves_restarts_out(tmp
     watched = written(tmp_path, tally)["watched"]["collector-0"]
     assert watched["seconds"] == 7.0 + 2.0
     assert watched["activity_seconds"] == pytest.approx(6.9 + 2.0)
+
+
+def test_what_a_process_left_at_its_end_counts_and_the_time_of_its_end_is_not_watched(tmp_path):
+    tally = Tally(tmp_path, "trial")
+    tally.see({"collector-0": page(steps(10), acting=1.0, read_at=10.0)})
+    tally.see({"collector-0": page(steps(20), acting=3.0, read_at=12.0), "evaluator": Page()})
+    tally.see({"collector-0": page(steps(27), acting=3.5, read_at=20.0), "evaluator": Page()}, last=True)
+    tree = written(tmp_path, tally)
+    assert total(tree, STEPS) == 27
+    assert tree["watched"]["collector-0"] == {"seconds": 2.0, "activity_seconds": 2.0}
+    assert json.loads((tmp_path / "process_time.json").read_text()) == {"collector-0": {"acting": 3.5}}
+
+
+def test_the_page_that_a_process_leaves_has_what_it_counted_until_its_end(tmp_path, monkeypatch):
+    registry, left = CollectorRegistry(), tmp_path / "collector-0.metrics"
+    counted = Counter(STEPS, "x", registry=registry)
+    monkeypatch.setattr(MetricsServer, "last_page", left)
+    server = serve_metrics(registry, "127.0.0.1:0", "collector")
+    counted.inc(30)
+    assert read_last_page(left).samples == []
+    server.close()
+    page = read_last_page(left)
+    assert page.value(STEPS) == 30
+    assert page.value("process_start_time_seconds") is not None
+    assert 0 <= time.monotonic() - page.read_at < 60
+    assert [path.name for path in tmp_path.iterdir()] == [left.name]
+
+
+def test_a_process_whose_last_page_cannot_be_written_ends_none_the_less(tmp_path, monkeypatch):
+    monkeypatch.setattr(MetricsServer, "last_page", tmp_path / "absent" / "collector-0.metrics")
+    server = serve_metrics(CollectorRegistry(), "127.0.0.1:0", "collector")
+    with capture_logs() as logs:
+        server.close()
+    assert [line["event"] for line in logs] == ["last_page_not_written"]
 
 
 def test_the_file_is_replaced_whole(tmp_path):

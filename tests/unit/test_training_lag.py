@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.published import PublishedVersions
 from paceline.learner.sources import Batch
 from paceline.learner.training_lag import UPDATES_AT_ONCE, TrainingLag
+from paceline.process import StopSignal
 from paceline.rows import Block, Column, transition_spec
-from paceline.telemetry import serve_metrics
 
 UNBOUNDED = LagBound(None)
 SPEC = transition_spec(Column("observation", "float32", (3,)), Column("action", "float32", (1,)))
@@ -255,30 +254,32 @@ def test_a_folder_that_cannot_be_written_to_is_reported_and_training_goes_on(tmp
     assert len(published_versions.publications) == 1
 
 
-def test_whoever_reads_the_metrics_gets_to_read_of_the_update_that_was_not_finite():
+def test_how_many_updates_were_not_finite_is_absent_until_it_is_known_of_the_whole_run():
     registry = CollectorRegistry()
     non_finite = LearnerMetrics(registry).non_finite
-    server = serve_metrics(registry, "127.0.0.1:0", "learner")
-
-    def read() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as page:
-            return str(page.read().decode())
-
+    assert b"non_finite_total" not in generate_latest(registry)
+    non_finite.go_on_from(2)
+    assert b"paceline_learner_non_finite_total 2.0" in generate_latest(registry)
     non_finite.note()
-    assert not non_finite.wait_until_read(60)  # at once: nobody reads them here
-    assert "paceline_learner_non_finite_total 1.0" in read()
-    assert non_finite.wait_until_read(0)
-    server.close()
+    assert b"paceline_learner_non_finite_total 3.0" in generate_latest(registry)
 
 
-def test_a_last_look_is_waited_for_where_somebody_looked_before():
+def test_nobody_is_waited_for_where_nobody_reads_the_metrics():
+    non_finite = LearnerMetrics(CollectorRegistry()).non_finite
+    non_finite.note()
+    non_finite.wait_for_readers(60, StopSignal())  # at once, or the test is too slow
+
+
+def test_every_reader_is_waited_for_and_a_stop_ends_the_wait():
     registry = CollectorRegistry()
-    non_finite = LearnerMetrics(registry).non_finite
+    non_finite, stop = LearnerMetrics(registry).non_finite, StopSignal()
     generate_latest(registry)
     non_finite.note()
-    waiting = threading.Thread(target=non_finite.wait_until_read, args=(60,))
+    waiting = threading.Thread(target=non_finite.wait_for_readers, args=(60, stop))
     waiting.start()
-    assert waiting.is_alive()
-    assert b"paceline_learner_non_finite_total 1.0" in generate_latest(registry)
+    for _ in range(2):
+        assert b"paceline_learner_non_finite_total 1.0" in generate_latest(registry)
+        assert waiting.is_alive()
+    stop.set()
     waiting.join(10)
     assert not waiting.is_alive()

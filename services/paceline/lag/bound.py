@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,30 @@ Counts = npt.NDArray[np.int64]
 Versions = npt.NDArray[np.int64]
 
 
+class LearnerVersion(int):
+    """The newest policy version of a learner, with what else the bound needs to know of that learner.
+
+    A number, so that whoever hands it on need not know the rest. Incarnation 0: it says nothing of a learner.
+    """
+
+    incarnation: int
+    """Of the learner: what a newer one says replaces what was said before."""
+    base_version: int
+    """As `LagBound.base_version`."""
+
+    def __new__(cls, version: int, *, incarnation: int = 0, base_version: int = 0) -> Self:
+        """As the fields say."""
+        made = super().__new__(cls, version)
+        made.incarnation, made.base_version = incarnation, base_version
+        return made
+
+    def raised_to(self, version: int) -> LearnerVersion:
+        """The same learner's, if it says this version, too."""
+        if version <= self:
+            return self
+        return LearnerVersion(version, incarnation=self.incarnation, base_version=self.base_version)
+
+
 @dataclass(frozen=True)
 class Admission:
     """Whether a collector may act with what it has applied, and if not, why."""
@@ -20,6 +46,9 @@ class Admission:
     may_act: bool
     lag_versions: int
     reason: str = ""
+
+
+_SMALLEST_BOUND = re.compile(r"; with \S+=(\d+) they would do,")
 
 
 @dataclass(frozen=True)
@@ -41,6 +70,12 @@ class Starvation:
             f"least {self.draws_needed}; with {self.setting}={self.smallest_bound} they would do, or wait for "
             "collectors that act with a newer policy"
         )
+
+    @staticmethod
+    def read_smallest_bound(message: str) -> int | None:
+        """`smallest_bound` as a message has it, which is how it gets from replay to the learner; None: it has none."""
+        found = _SMALLEST_BOUND.search(message)
+        return None if found is None else int(found[1])
 
 
 @dataclass(frozen=True)

@@ -69,25 +69,48 @@ def find_lag_cause(figures: Figures) -> Advice:
 
 
 def _transfer(figures: Figures, finding: str, mean: float) -> Advice:
+    return _publish_less("transfer", figures, finding, mean)
+
+
+def _publish_less(rule: str, figures: Figures, finding: str, mean: float) -> Advice:
     before = figures.settings.publish_every_updates
-    return Advice("transfer", finding, *change("learner.publish_every_updates", before, before * math.ceil(mean)))
+    return Advice(
+        rule,
+        finding,
+        *change("learner.publish_every_updates", before, before * math.ceil(mean)),
+        trades="That makes fewer versions of the same lag in seconds; it costs no learning.",
+    )
 
 
 def _rollout(figures: Figures, finding: str, mean: float) -> Advice:
     settings, version_seconds = figures.settings, _version_seconds(figures)
     if version_seconds is not None and settings.block_seconds > version_seconds:
         value = f"{max(version_seconds, 0.001):.1g}"
-        return Advice("rollout", finding, *change("collector.block_seconds", settings.block_seconds, value))
-    before = settings.publish_every_updates
-    return Advice("rollout", finding, *change("learner.publish_every_updates", before, before * math.ceil(mean)))
+        return Advice(
+            "rollout",
+            finding,
+            *change("collector.block_seconds", settings.block_seconds, value),
+            trades="That sends more and smaller blocks for the same rows; it costs no learning.",
+        )
+    return _publish_less("rollout", figures, finding, mean)
 
 
 def _queue(figures: Figures, finding: str, mean: float) -> Advice:
     settings = figures.settings
     if settings.max_blocks_in_flight > 1:
         value = max(math.floor(settings.max_blocks_in_flight / mean), 1)
-        return Advice("queue", finding, *change("collector.max_blocks_in_flight", settings.max_blocks_in_flight, value))
-    return Advice("queue", finding, *change("replay.shards", settings.shards, settings.shards + 1))
+        return Advice(
+            "queue",
+            finding,
+            *change("collector.max_blocks_in_flight", settings.max_blocks_in_flight, value),
+            trades="That has collectors wait sooner while replay is slow; it costs no learning.",
+        )
+    return Advice(
+        "queue",
+        finding,
+        *change("replay.shards", settings.shards, settings.shards + 1),
+        trades="That needs cores and a Redis for another shard, and costs no learning.",
+    )
 
 
 def _residence(figures: Figures, finding: str, mean: float) -> Advice:
@@ -104,7 +127,13 @@ def _residence(figures: Figures, finding: str, mean: float) -> Advice:
     value = max(math.floor(value), 1)
     if value >= settings.capacity_rows:
         return Advice("residence", finding, otherwise="The bound holds all the same: nothing needs to change.")
-    return Advice("residence", finding, *change(name, settings.capacity_rows, value), otherwise=otherwise)
+    return Advice(
+        "residence",
+        finding,
+        *change(name, settings.capacity_rows, value),
+        trades="That trades the variety of old rows for rows of newer policies.",
+        otherwise=otherwise,
+    )
 
 
 _ADVICE = {"transfer": _transfer, "rollout": _rollout, "queue": _queue, "residence": _residence}
@@ -136,8 +165,8 @@ def _beyond_the_bound(figures: Figures) -> str:
     if figures.settings.max_lag_versions is None or not (figures.skipped_rows or figures.masked_rows):
         return ""
     return (
-        f"Beyond the bound of {figures.settings.max_lag_versions} versions, {figures.skipped_rows:.0f} rows were not "
-        f"drawn and {figures.masked_rows:.0f} were drawn and had no weight."
+        f"Of rows beyond the bound of {figures.settings.max_lag_versions} versions, {figures.skipped_rows:.0f} draws "
+        f"were skipped and {figures.masked_rows:.0f} were made and had no weight."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -25,6 +25,10 @@ class Settings:
     max_lag_versions: int | None = None
     injected: str | None = None
     """`lag.inject.mode`, if it is not none."""
+    prefetch_batches: int | None = None
+    """Batches ordered ahead; None: the learner draws from a ring of its own."""
+    checkpoint_every_updates: int = 10_000
+    learner_threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,27 @@ class Figures:
     updates_per_second: float | None = None
     table_rows: float | None = None
     skipped_rows: float = 0
-    """Beyond the bound, and so not drawn."""
+    """Draws of rows beyond the bound that were not made because of it."""
     masked_rows: float = 0
-    """Beyond the bound, and so without weight."""
+    """Draws of rows beyond the bound that were made, and had no weight."""
     starved_share: float = 0.0
     """Of the learner's time: without rows within the bound."""
     smallest_bound: int | None = None
-    """Under which the table would last have given a batch, where it was starved."""
+    """Under which it would have been so for less than a hundredth of its time."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A setting that may be changed, to what, and what that costs."""
+
+    setting: str
+    before: str
+    value: str
+    trades: str
+    """What the change costs and what for, as a sentence."""
+
+    def __str__(self) -> str:
+        return f"{self.setting}={self.value} (now {self.before}). {self.trades}"
 
 
 @dataclass(frozen=True)
@@ -73,14 +91,27 @@ class Advice:
     setting: str | None = None
     value: str | None = None
     before: str | None = None
+    trades: str = ""
+    """As of an option."""
+    further: tuple[Option, ...] = ()
+    """Other settings, for when that one is changed: what costs learning comes last."""
     otherwise: str = ""
     """Another way out, as a sentence."""
+
+    @classmethod
+    def choose(cls, rule: str, finding: str, options: Sequence[Option], otherwise: str = "") -> Advice:
+        """The first option, and the others after it."""
+        first, *rest = options
+        return cls(
+            rule, finding, first.setting, first.value, first.before, first.trades, tuple(rest), otherwise=otherwise
+        )
 
     def __str__(self) -> str:
         if self.setting is None:
             return " ".join(filter(None, (self.finding, self.otherwise)))
         remedy = f"Set {self.setting}={self.value} (now {self.before})."
-        return " ".join(filter(None, (self.finding, remedy, self.otherwise)))
+        further = (f"Then set {option}" for option in self.further)
+        return " ".join(filter(None, (self.finding, remedy, self.trades, *further, self.otherwise)))
 
 
 def change(setting: str, before: float | str, value: float | str) -> tuple[str, str, str]:

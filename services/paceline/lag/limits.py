@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from paceline.lag.figures import Advice, Figures, change, percent
+from paceline.lag.figures import Advice, Figures, Option, change, number, percent
 
 SYNC_SHARE = 0.1
 """Weight synchronisation above this share of a loop's time is too much."""
@@ -13,8 +13,14 @@ WAIT_SHARE = 0.1
 """A collector that waits for more than this share of its time is held back."""
 IDLE_SHARE = 1 / 3
 """A learner that waits for more than this share of its time is short of rows."""
+SMALL_SHARE = 0.01
+"""What takes less of a loop's time than this is not worth a change."""
 STARVED_SHARE = 0.05
 """A learner that the bound leaves without rows for more than this share of its time is starved by it."""
+
+
+_PUBLISH_TRADES = "That lets policies that act be older in seconds, in exchange for time; it costs no learning."
+_SHARD_TRADES = "That needs cores and a Redis for another shard, and costs no learning."
 
 
 def find_limit(figures: Figures) -> Advice:
@@ -50,6 +56,7 @@ def _starved_by_bound(figures: Figures) -> Advice | None:
         f"This run is limited by its lag bound: for {percent(figures.starved_share)} of its time the learner finds no "
         "row within it.",
         *change("lag.max_lag_versions", settings.max_lag_versions, value),
+        trades="That trains on older rows, in exchange for updates that do not wait.",
     )
 
 
@@ -64,6 +71,7 @@ def _paused_by_bound(figures: Figures) -> Advice | None:
         f"This run is limited by its lag bound: collectors pause for {percent(share)} of their time, until a newer "
         "snapshot arrives.",
         *change("lag.max_lag_versions", settings.max_lag_versions, value),
+        trades="That lets older policies act, in exchange for steps that do not wait.",
         otherwise="Publishing less often (learner.publish_every_updates) makes versions last longer, to the same end.",
     )
 
@@ -87,6 +95,7 @@ def _syncs(figures: Figures, rule: str, who: str, share: float) -> Advice | None
         rule,
         f"This run is limited by weight synchronisation, which takes {percent(share)} of the time of {who}.",
         *change("learner.publish_every_updates", before, value),
+        trades=_PUBLISH_TRADES,
     )
 
 
@@ -104,9 +113,12 @@ def _both_wait(figures: Figures) -> Advice | None:
             "both_wait",
             finding,
             *change(name, settings.window_rows, 2 * settings.window_rows),
+            trades="That lets the ratio of updates to steps wander further; on average it stays.",
             otherwise="If that does not help, replay itself is slow: raise replay.shards.",
         )
-    return Advice("both_wait", finding, *change("replay.shards", settings.shards, settings.shards + 1))
+    return Advice(
+        "both_wait", finding, *change("replay.shards", settings.shards, settings.shards + 1), trades=_SHARD_TRADES
+    )
 
 
 def _collectors_limit(figures: Figures) -> Advice | None:
@@ -120,7 +132,8 @@ def _collectors_limit(figures: Figures) -> Advice | None:
         f"This run is limited by collecting: the learner waits {percent(idle)} of its time for rows, and collectors "
         f"are hardly held back (they wait {percent(_append_wait(figures))} of theirs).",
         *change("collector.count", before, value),
-        otherwise="That needs cores for them; more environments in each (collector.environments) need fewer.",
+        trades="That needs cores for them, and costs no learning.",
+        otherwise="More environments in each (collector.environments) need fewer.",
     )
 
 
@@ -132,18 +145,65 @@ def _learner_limits(figures: Figures) -> Advice | None:
         f"This run is limited by its learner, which waits only {percent(_idle(figures))} of its time for rows, while "
         f"collectors wait {percent(wait)} of theirs for replay."
     )
+    options = list(_learner_options(figures))
     if settings.updates_per_step is not None:
-        value = f"{max(settings.updates_per_step * (1 - wait), 0.001):.2g}"
-        return Advice(
-            "learner_limits",
-            finding,
-            *change("learner.updates_per_step", settings.updates_per_step, value),
-            otherwise="Or make its updates faster (learner.device, learner.threads).",
+        options.append(
+            Option(
+                "learner.updates_per_step",
+                number(settings.updates_per_step),
+                f"{max(settings.updates_per_step * (1 - wait), 0.001):.2g}",
+                "That one trades learning for speed: each step is learned from less.",
+            )
         )
-    if settings.collector_count > 1:
-        value = str(max(math.floor(settings.collector_count * (1 - wait)), 1))
-        return Advice("learner_limits", finding, *change("collector.count", settings.collector_count, value))
-    return Advice("learner_limits", finding, otherwise="Make its updates faster (learner.device, learner.threads).")
+    return Advice.choose(
+        "learner_limits", finding, options, "A faster device for its updates (learner.device) costs no learning either."
+    )
+
+
+def _learner_options(figures: Figures) -> Iterator[Option]:
+    """What gives a learner that is busy more time for updates and costs no learning: what frees most, first."""
+    settings, shares = figures.settings, figures.learner_shares
+    savings: list[tuple[float, Option]] = []
+
+    def save(share: float, setting: str, before: int, what: str) -> None:
+        # Twice as rarely, it takes half of its time.
+        if share >= SMALL_SHARE:
+            trades = f"That frees {percent(share / 2)} of the learner's time: {what}; it costs no learning."
+            savings.append((share, Option(setting, number(before), number(2 * before), trades)))
+
+    save(
+        shares.get("publishing", 0.0),
+        "learner.publish_every_updates",
+        settings.publish_every_updates,
+        "policies that act are older in seconds",
+    )
+    save(
+        shares.get("checkpointing", 0.0),
+        "learner.checkpoint.every_updates",
+        settings.checkpoint_every_updates,
+        "after a crash more updates are done again",
+    )
+    if settings.prefetch_batches is not None:
+        save(
+            _idle(figures),
+            "learner.prefetch_batches",
+            settings.prefetch_batches,
+            "rows are some updates older when they are trained on",
+        )
+    yield from (option for _, option in sorted(savings, key=lambda saving: -saving[0]))
+    if settings.updates_per_step is None and settings.collector_count > 1:
+        yield Option(
+            "collector.count",
+            number(settings.collector_count),
+            number(max(math.floor(settings.collector_count * (1 - _append_wait(figures))), 1)),
+            "That frees cores that only wait, and costs no learning.",
+        )
+    yield Option(
+        "learner.threads",
+        number(settings.learner_threads),
+        number(settings.learner_threads + 1),
+        "That needs a core that is idle, helps only where updates are large, and costs no learning.",
+    )
 
 
 RULES: tuple[Callable[[Figures], Advice | None], ...] = (

@@ -137,7 +137,7 @@ def _lag(lag: tuple[float, float] | None) -> str:
 def _bound(bound: Bound) -> str:
     return (
         f"{bound.versions:g}: {_number(bound.paused_collectors, 'g')} paused, "
-        f"{_number(bound.skipped_rows, '.0f')} rows skipped, {_number(bound.masked_rows, '.0f')} masked"
+        f"{_number(bound.skipped_rows, '.0f')} draws skipped, {_number(bound.masked_rows, '.0f')} masked"
     )
 
 

@@ -24,6 +24,8 @@ _ALSO = frozenset({
     "paceline_learner_masked_rows_total",
     "paceline_learner_max_lag_versions",
     "paceline_learner_starved_seconds_total",
+    "paceline_learner_workable_lag_versions",
+    "paceline_replay_skipped_rows_total",
     "paceline_learner_replay_clock_offset_seconds",
     "paceline_learner_replay_clock_uncertainty_seconds",
     "paceline_learner_activity_seconds_total",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -67,8 +68,8 @@ def to_json(view: LagView) -> str:
         "bound": vars(view.bound),
         "clocks": [vars(clock) for clock in view.clocks],
         "advice": {
-            "limit": vars(view.explanation.limit),
-            "lag": vars(view.explanation.lag),
+            "limit": asdict(view.explanation.limit),
+            "lag": asdict(view.explanation.lag),
             "settings_known": view.data.config is not None,
             "paragraph": view.advice,
         },
@@ -223,9 +224,12 @@ def _bound(bound: BoundEffect, *, known: bool) -> RenderableType:
         paused += f", {bound.paused_share:.1%} of the time of collectors"
     lines.add_row("bound", f"{bound.versions:g} versions")
     lines.add_row("collectors paused", f"{paused}; now {_count(bound.paused_collectors)}")
-    lines.add_row("rows skipped", f"{_count(bound.skipped_rows)} were not drawn")
-    lines.add_row("rows masked", f"{_count(bound.masked_rows)} were drawn and had weight 0")
-    lines.add_row("learner starved", UNKNOWN if bound.starved_seconds is None else f"{bound.starved_seconds:.1f} s")
+    lines.add_row("draws skipped", f"{_count(bound.skipped_rows)} of rows beyond it; a row counts once for each draw")
+    lines.add_row("draws masked", f"{_count(bound.masked_rows)} of rows beyond it were made and had weight 0")
+    starved = UNKNOWN if bound.starved_seconds is None else f"{bound.starved_seconds:.1f} s"
+    if bound.workable_versions is not None:
+        starved += f"; less than 1 % of the time with lag.max_lag_versions={bound.workable_versions:g}"
+    lines.add_row("learner starved", starved)
     return lines
 
 

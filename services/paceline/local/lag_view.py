@@ -61,8 +61,11 @@ class BoundEffect:
     paused_share: float | None
     """Of the collectors' time."""
     skipped_rows: float | None
+    """Draws, not distinct rows; so are those masked."""
     masked_rows: float | None
     starved_seconds: float | None
+    workable_versions: float | None
+    """The smallest bound under which the learner would hardly have been starved; None where it never was."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ class LagView:
             words.append(advice.finding)
             if advice.setting is not None:
                 words.append(f"The setting to change is {advice.setting}.")
+            words.append(advice.trades)
+            words += [f"Then it is {option.setting}. {option.trades}" for option in advice.further]
             words.append(advice.otherwise)
         words.append("The settings of the run are not known here: with --config, the value to set is named, too.")
         return " ".join(filter(None, words))
@@ -195,10 +200,20 @@ def _bound(page: Page, config: Config | None, collector: Loop | None) -> BoundEf
         paused_collectors=page.value("paceline_endpoint_paused_collectors"),
         pauses=page.known_total("paceline_collector_pauses_total"),
         paused_share=None if collector is None else collector.shares.get("lag_pause"),
-        skipped_rows=page.known_total("paceline_learner_skipped_rows_total"),
+        skipped_rows=_known_sum(
+            # Replay counts those of tables that it draws from by priority or age, the learner those of the others.
+            page.known_total("paceline_learner_skipped_rows_total"),
+            page.known_total("paceline_replay_skipped_rows_total"),
+        ),
         masked_rows=page.known_total("paceline_learner_masked_rows_total"),
         starved_seconds=page.known_total("paceline_learner_starved_seconds_total"),
+        workable_versions=page.value("paceline_learner_workable_lag_versions"),
     )
+
+
+def _known_sum(*values: float | None) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _clocks(gauges: Mapping[str, Page]) -> tuple[ClockOffset, ...]:
@@ -244,6 +259,7 @@ def _figures(
         skipped_rows=bound.skipped_rows or 0,
         masked_rows=bound.masked_rows or 0,
         starved_share=(bound.starved_seconds or 0) / learner.seconds if learner is not None else 0.0,
+        smallest_bound=None if bound.workable_versions is None else int(bound.workable_versions),
     )
 
 
@@ -279,6 +295,9 @@ def _settings(data: LagData) -> Settings:
         shards=chosen["shards"] or 1,
         max_lag_versions=chosen["max_lag_versions"],
         injected=None if inject == "none" else inject,
+        prefetch_batches=None if config.follows and not table.queue else config.learner.prefetch_batches,
+        checkpoint_every_updates=config.learner.checkpoint.every_updates,
+        learner_threads=config.learner.threads,
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -14,11 +15,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from paceline import config as settings
 from paceline.config import Config
 from paceline.envs import describe_environment
-from paceline.errors import ConflictError, DeadlineError, NotFoundError, UnavailableError
+from paceline.errors import (
+    ConflictError,
+    DeadlineError,
+    HandshakeError,
+    NotFoundError,
+    PortTakenError,
+    UnavailableError,
+)
 from paceline.local.display import open_display
 from paceline.local.embedded import EmbeddedRedis
 from paceline.local.processes import ServiceProcess
-from paceline.local.scrape import Page, read_page
+from paceline.local.scrape import Page, read_last_page, read_page
 from paceline.local.status import StatusReader, Watched
 from paceline.local.tally import Tally
 from paceline.process import StopSignal, limit_threads
@@ -34,9 +42,11 @@ STOP_SECONDS = 12.0
 LOOK_SECONDS = 0.5
 """How often processes are looked after."""
 READ_SECONDS = 2.0
-"""How often their metrics are read at least: what a process counts after the last reading is lost with it."""
+"""How often their metrics are read at least: what a process that is killed counted after that is lost with it."""
 WRITE_SECONDS = 5.0
 """How often what they counted is written down."""
+
+_PORTS = range(10_000, 32_000)
 
 _ADDRESS_KEYS = (
     "learner.listen",
@@ -91,6 +101,8 @@ def run(config: Config, *, resume: bool, plain: bool, stop: StopSignal, environm
             services.pages()
             services.write_tally(ended=True)
             services.stop()
+            services.take_last_pages()
+            services.write_tally(ended=True)
             display.say(f"report: {write_report(folder)}")
         if stop.is_set():
             display.say(f"go on with: paceline train {folder} --resume")
@@ -181,6 +193,10 @@ class _Services:
         self._tally.see(pages)
         return pages
 
+    def take_last_pages(self) -> None:
+        """Take in what the processes, which have ended, counted until their end."""
+        self._tally.see({process.name: read_last_page(process.last_page) for process in self._processes}, last=True)
+
     def write_tally(self, *, ended: bool) -> None:
         """Write down what the processes counted so far: of their time, for the report, and of lag."""
         complete = any(process.name == "learner" and process.has_ended_well() for process in self._processes)
@@ -207,10 +223,17 @@ class _Services:
         """Start one; `metrics_keys` names, for each of its pages, the address where it listens."""
         addresses = {**self._addresses, **(own_addresses or {})}
         overrides = [f"{key}={address}" for key, address in addresses.items()]
+        restart_arguments: list[str] = []
+        if arguments[0] in ("replay", "learner") and not resume:
+            restart_arguments.append("--resume")
+        if arguments[0] == "replay":
+            # A person waits, and a Redis that is not there is mostly a mistyped URL; one that went away later was not.
+            overrides.append("replay.redis_start_seconds=0")
+            restart_arguments.append(f"replay.redis_start_seconds={self._config.replay.redis_start_seconds}")
         process = ServiceProcess(
             name,
             [*arguments, str(self._folder / "config.yaml"), *overrides, "--with-parent", *resume],
-            restart_arguments=["--resume"] if arguments[0] in ("replay", "learner") and not resume else [],
+            restart_arguments=restart_arguments,
             environment=self._environment,
             log_path=self._folder / "logs" / f"{name}.log",
             metrics_ports={page: _port_of(addresses[key]) for page, key in metrics_keys.items()},
@@ -223,12 +246,14 @@ class _Services:
         self._start(name, [role, *options], [], {name: key}, {key: _free_address()})
 
     def _is_serving(self, address: str) -> bool:
-        with open_channel(address, self._config.rpc) as channel:
+        with open_channel(address, self._config.rpc, self._config.security) as channel:
             try:
                 with raising(address):
                     answer = health_pb2_grpc.HealthStub(channel).Check(
                         health_pb2.HealthCheckRequest(), timeout=self._config.rpc.deadline_seconds
                     )
+            except HandshakeError:
+                raise  # waiting mends no certificate
             except UnavailableError:
                 return False
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
@@ -290,9 +315,19 @@ def _replay_name(shard: int, shards: int) -> str:
 
 
 def _free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    """An address for a service that is started later, and again on the same one when it died.
+
+    Its port is below those that Linux gives to connections and to whoever asks for any (32768 and up): what is given by
+    chance between the choice and the start would keep the service from its port.
+    """
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return f"127.0.0.1:{port}"
+    raise PortTakenError(
+        f"every port of 127.0.0.1 from {_PORTS.start} to {_PORTS.stop - 1} is taken: expected a free one for each "
+        "service; stop what holds them, or set the services' listen addresses"
+    )
 
 
 def _port_of(address: str) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.errors import ServiceFailedError
-from paceline.telemetry import get_logger
+from paceline.telemetry import LAST_PAGE_VARIABLE, get_logger
 
 TAIL_LINES = 15
 
@@ -37,8 +37,10 @@ class ServiceProcess:
         """`arguments` follow `paceline`; `metrics_ports` say where /metrics of which process answer."""
         self.name, self.metrics_ports = name, dict(metrics_ports)
         self.restart_count = 0
+        self.last_page = log_path.with_suffix(".metrics")
+        """Where a process that ends in order leaves its metrics."""
         self._arguments, self._restart_arguments = list(arguments), list(restart_arguments)
-        self._environment, self._log_path = dict(environment), log_path
+        self._environment, self._log_path = {**environment, LAST_PAGE_VARIABLE: str(self.last_page)}, log_path
         self._max_restarts = max_restarts
         self._process = self._spawn(self._arguments)
 
@@ -97,6 +99,7 @@ class ServiceProcess:
         return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:]) or "    (it wrote nothing)"
 
     def _spawn(self, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        self.last_page.unlink(missing_ok=True)  # of a process before, whose figures are known
         with self._log_path.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "paceline", *arguments],

@@ -158,9 +158,9 @@ def folder_of(run: str) -> Path | None:
 
 
 def _url_of(config: settings.Config) -> str | None:
-    if config.replay.redis_url is None:
+    url = config.replay.redis_address()
+    if url is None:
         return None
-    url = config.replay.redis_url.get_secret_value()
     if ":***@" in url or "=***" in url:
         raise ConfigError(
             f"config.yaml of the run says {url} and hides the password: give the whole URL by --redis-url or in "

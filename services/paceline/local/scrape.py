@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -125,6 +126,22 @@ def read_page(port: int) -> Page:
         return page
     finally:
         connection.close()
+    _parse(text, page)
+    return page
+
+
+def read_last_page(path: Path) -> Page:
+    """What a process left of itself when it ended; an empty page if it left nothing."""
+    page = Page()
+    try:
+        text, age = path.read_text(encoding="utf-8"), time.time() - path.stat().st_mtime
+    except OSError:
+        return page
+    page.read_at = time.monotonic() - max(age, 0.0)
+    _parse(text, page)
+    return page
+
+
+def _parse(text: str, page: Page) -> None:
     for family in text_string_to_metric_families(text):
         page.samples.extend((sample.name, dict(sample.labels), sample.value) for sample in family.samples)
-    return page

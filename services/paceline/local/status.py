@@ -47,6 +47,7 @@ class Bound:
     versions: float
     paused_collectors: float | None
     skipped_rows: float | None
+    """Draws, not distinct rows; so are those masked."""
     masked_rows: float | None
 
 
@@ -137,7 +138,7 @@ class StatusReader:
             training_lag=_lag(learner, names.TRAINING_LAG),
             acting_lag=_lag(collectors, names.ACTING_LAG),
             lag_parts={part: versions / whole for part, versions in parts.items()} if whole else {},
-            bound=_bound(learner, endpoint),
+            bound=_bound(learner, endpoint, replay),
             collector_sync_share=_sync_share(collectors),
             learner_sync_share=_sync_share(learner),
             replay_rows=_whole(replay.known_total("paceline_replay_table_rows", **table)),
@@ -175,14 +176,16 @@ def _lag(page: Page, name: str) -> tuple[float, float] | None:
     return None if spread is None else (spread.quantile(0.5), spread.quantile(0.99))
 
 
-def _bound(learner: Page, endpoint: Page) -> Bound | None:
+def _bound(learner: Page, endpoint: Page, replay: Page) -> Bound | None:
     versions = learner.value("paceline_learner_max_lag_versions")
     if versions is None:
         return None
     return Bound(
         versions,
         endpoint.value("paceline_endpoint_paused_collectors"),
-        learner.value("paceline_learner_skipped_rows_total"),
+        None
+        if (skipped := learner.value("paceline_learner_skipped_rows_total")) is None
+        else skipped + replay.total("paceline_replay_skipped_rows_total"),
         learner.value("paceline_learner_masked_rows_total"),
     )
 

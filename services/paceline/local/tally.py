@@ -33,11 +33,11 @@ class Tally:
         self._earlier_activities = _read_activities(folder / TIME_FILE)
         self._processes: dict[str, _Process] = {}
 
-    def see(self, pages: Mapping[str, Page]) -> None:
-        """Take in the newest page of each process that answered."""
+    def see(self, pages: Mapping[str, Page], *, last: bool = False) -> None:
+        """Take in the newest page of each process that answered; `last`: that each left when it ended."""
         for name, page in pages.items():
             if page.samples:
-                self._processes.setdefault(name, _Process()).see(page)
+                self._processes.setdefault(name, _Process()).see(page, last=last)
 
     def write(self, *, complete: bool, ended: bool) -> None:
         """Write both files. `ended`: nothing follows; `complete`: and the run has done all that it should."""
@@ -90,7 +90,7 @@ class _Process:
         self._started: float | None = None
         self._seen = 0.0
 
-    def see(self, page: Page) -> None:
+    def see(self, page: Page, *, last: bool) -> None:
         """Its newest page."""
         now = page.read_at
         started = page.value("process_start_time_seconds")
@@ -103,8 +103,9 @@ class _Process:
         if started != self._started or any(values.get(series, value) < value for series, value in self._page.items()):
             for series, value in self._page.items():
                 self._before[series] = self._before.get(series, 0.0) + value
-        elif _activity(self._page):
-            # From the first turn on: what a loop is about is counted when it ends, and its start may take long.
+        elif _activity(self._page) and not last:
+            # From the first turn on: what a loop is about is counted when it ends, and its start may take long. Until
+            # the last one: of what comes after it, only the loop's end, nobody counts the time.
             self.watched_seconds += now - self._seen
             self.watched_activity_seconds += _activity(values) - _activity(self._page)
         self.gauges.update({s: value for s, value in values.items() if s[0] in KEPT and s[0] not in SUMMED})

@@ -188,7 +188,8 @@ class TableMemory:
 
         def then() -> None:
             self._sampler.add(first_row, row_count, come)
-            self._note(np.arange(first_row, first_row + row_count))
+            if self._pages is not None:
+                self._note(np.arange(first_row, first_row + row_count))
 
         self._ring.append(first_row, rows, stored_at=stored_at, then=then)
         if self.settings.remover == "lowest_priority":

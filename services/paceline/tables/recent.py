@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from paceline.lag.bound import LagBound, Starvation
+from paceline.lag.bound import LagBound, LearnerVersion, Starvation
 from paceline.tables.ring import Ring
 from paceline.tables.samplers import ONE, Places, Versions, WeightedSampler
 from paceline.tables.sum_tree import Weights
@@ -20,7 +22,12 @@ _NONE = np.iinfo(np.int64).max
 
 
 class RecentSampler(WeightedSampler):
-    """Weighs a row by its policy version; the newest version known only grows."""
+    """Weighs a row by its policy version, and draws none that is beyond the bound.
+
+    The bound counts from the newest version that was said with a draw, and only while none was, from the rows' newest.
+    It grows, except where a newer incarnation of the learner says a lower one: then rows that were beyond the bound may
+    be within it.
+    """
 
     def __init__(
         self,
@@ -35,6 +42,10 @@ class RecentSampler(WeightedSampler):
         self._lowest: Versions = np.full(-(-ring.physical_rows // PART_ROWS), _NONE, np.int64)
         """Of each part's rows that have a weight; lower where rows have left since it was made."""
         self._newest: int | None = None
+        self._is_told = False
+        """Whether the newest version was said with a draw."""
+        self._incarnation = 0
+        """Of the learner that said it; 0: no learner did."""
         self._first_within = 0
         """No row before this key has a weight."""
         self._base = 0
@@ -53,7 +64,8 @@ class RecentSampler(WeightedSampler):
         places = self._places(first_row, first_row + row_count)
         self._versions[places] = versions
         newest = int(versions.max())
-        self._know(newest)
+        if not self._is_told and (self._newest is None or newest > self._newest):
+            self._set_newest(newest)
         if self._half_life is not None and (
             not self.row_count or newest - self._base > FARTHEST_HALVINGS * self._half_life
         ):
@@ -118,16 +130,34 @@ class RecentSampler(WeightedSampler):
         return places, np.full(n, 1 / total) if details else np.empty(0)
 
     def _know(self, version: int) -> None:
-        """The newest version is at least this one."""
-        if self._newest is not None and version <= self._newest:
+        """Whoever draws says that this version is the newest; 0: he does not know."""
+        incarnation = version.incarnation if isinstance(version, LearnerVersion) else 0
+        if version <= 0 or incarnation < self._incarnation:
             return
+        if incarnation > self._incarnation and isinstance(version, LearnerVersion):
+            self._incarnation = incarnation
+            self._bound = replace(self._bound, base_version=version.base_version)
+            self._is_told = True
+            self._set_newest(int(version), anew=True)
+        elif not self._is_told or self._newest is None or version > self._newest:
+            goes_back = self._newest is not None and version < self._newest
+            self._is_told = True
+            self._set_newest(int(version), anew=goes_back)
+
+    def _set_newest(self, version: int, *, anew: bool = False) -> None:
+        """The bound counts from this version. `anew`: rows that were beyond it may be within it now."""
         self._newest = version
-        if oldest := self._bound.oldest_within(version):
+        oldest = self._bound.oldest_within(version)
+        if anew and self._bound.max_lag_versions is not None:
+            parts = np.arange(len(self._lowest))
+        elif oldest:
             parts = np.flatnonzero(self._lowest < oldest)
-            if len(parts):
-                self._weigh(self._places_of(parts))
-                self._note_lowest(parts)
-                self._first_within = self._find_first_within()
+        else:
+            return
+        if len(parts):
+            self._weigh(self._places_of(parts))
+            self._note_lowest(parts)
+            self._first_within = self._find_first_within()
 
     def _note_lowest(self, parts: Places) -> None:
         places = self._places_of(parts)
