@@ -3,11 +3,18 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+# Compose 2, or the 1.29 that Debian ships.
+COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose) -f deploy/compose.yaml
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
+# Two fast tests at once, since they mostly wait; tests/conftest.py says which stay together. AT_ONCE= runs one after the
+# other. Slow ones run so by themselves: SLOW_AT_ONCE="-n 2 --dist loadgroup" has whole systems beside the others.
+AT_ONCE ?= -n 2 --dist loadgroup
+SLOW_AT_ONCE ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup protos dashboards format check test test-slow soak train bench bench-replay clean
+.PHONY: help setup protos dashboards chart format check test test-slow soak train bench bench-replay wheels images up down clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +28,9 @@ protos: .venv/installed  ## generate services/paceline/v1 from protos/
 dashboards: .venv/installed  ## write the Grafana dashboards anew
 	$(BIN)/python deploy/grafana/dashboards.py
 
+chart: .venv/installed  ## write the chart's schema, its table in docs/ and its presets anew
+	$(BIN)/python deploy/chart/values.py
+
 format: .venv/installed  ## format the code and mend what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -30,12 +40,13 @@ check: .venv/installed  ## format, lint, types, import arrows, generated code up
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/unit/test_imports.py tests/unit/test_protos.py tests/contract/test_dashboards.py
+	$(BIN)/pytest -q tests/contract/test_chart.py -k "up_to_date or warn_of"
 
 test: .venv/installed  ## the fast tests: functions, contracts, single services (ARGS="-k name" narrows it)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(AT_ONCE) $(ARGS)
 
 test-slow: .venv/installed  ## the slow tests: long waits, and the whole system with services killed
-	$(BIN)/pytest -m slow $(ARGS)
+	$(BIN)/pytest -m slow $(SLOW_AT_ONCE) $(ARGS)
 
 soak: .venv/installed  ## ten minutes of everything that replay does at once: its memory stays flat
 	PACELINE_SOAK_SECONDS=600 $(BIN)/pytest -m slow tests/integration/test_replay_soak.py
@@ -48,6 +59,21 @@ bench: .venv/benchmarks  ## print throughput figures of this machine, quick vers
 
 bench-replay: .venv/benchmarks  ## replay against its goals, ten minutes on an idle machine (ARGS=--quick: one)
 	$(BIN)/python tests/bench/replay.py $(ARGS)
+
+wheels: .venv/installed  ## get what the images install, by this machine's pip: a build then needs no index
+	$(BIN)/pip wheel --quiet --wheel-dir deploy/wheels -c constraints.txt '.[replay,learner,collector]' async-timeout
+	rm -f deploy/wheels/paceline-*
+
+images:  ## build the images (BASE= another base, TAG= another tag, ARGS="--build-arg NAME=VALUE")
+	set -e; for target in replay collector learner; do \
+	  docker build -f deploy/Dockerfile --target $$target --tag paceline/$$target:$(TAG) --build-arg VERSION=$(TAG) \
+	    $(if $(BASE),--build-arg BASE=$(BASE)) --build-arg REVISION="$$(git rev-parse HEAD 2>/dev/null || echo unknown)" $(ARGS) .; done
+
+up:  ## start the whole system in containers, and train (ARGS="--scale collector=8")
+	$(COMPOSE) up --detach $(ARGS)
+
+down:  ## stop it; volumes stay (ARGS=--volumes removes them, and with them the run)
+	$(COMPOSE) down $(ARGS)
 
 clean:  ## remove .venv, caches and build output; runs/ stays
 	rm -rf .venv build .mypy_cache .ruff_cache .pytest_cache .hypothesis services/*.egg-info

@@ -55,7 +55,8 @@ def commands(beginning: str) -> list[str]:
 
 def test_every_command_of_the_readme_is_covered_here():
     covered = ("make ", "paceline config", "paceline train", "paceline replay", "paceline learner")
-    covered += ("paceline collector", "paceline evaluator", "paceline lag", "paceline study")
+    covered += ("paceline certs", "paceline collector", "paceline evaluator", "paceline relay", "paceline lag")
+    covered += ("paceline study",)
     assert [command for command in COMMANDS if not command.startswith(covered)] == []
 
 
@@ -112,13 +113,14 @@ def store(tmp_path: Path) -> Iterator[EmbeddedRedis]:
 
 def test_the_services_run_apart(tmp_path: Path, store: EmbeddedRedis):
     steps = "run.environment_steps=300 collector.block_rows=8"
+    through_relay = "collector.snapshots_address=127.0.0.1:50053"
     processes = {}
-    for role in ("replay", "learner", "collector", "evaluator"):
+    for role in ("replay", "learner", "relay", "collector", "evaluator"):
         (command,) = commands(f"paceline {role} configs")
         command = command.replace("redis://127.0.0.1:6379/0", store.url)
         with (tmp_path / f"{role}.log").open("w") as log:
             processes[role] = subprocess.Popen(
-                f"exec {command} {SHORT} {steps}",
+                f"exec {command} {SHORT} {steps} {through_relay}",
                 shell=True,
                 cwd=ROOT,
                 env=environment(tmp_path),
@@ -131,8 +133,10 @@ def test_the_services_run_apart(tmp_path: Path, store: EmbeddedRedis):
         client = redis.Redis.from_url(store.url)
         assert client.hget("paceline:{apart}:table:transitions:state", "inserted") == b"300"
         client.close()
-        processes["replay"].terminate()
-        assert processes["replay"].wait(20) == 0, (tmp_path / "replay.log").read_text()
+        for role in ("relay", "replay"):
+            processes[role].terminate()
+            assert processes[role].wait(20) == 0, (tmp_path / f"{role}.log").read_text()
+        assert "relay_serves" in (tmp_path / "relay.log").read_text()
         for verb, says in {"inspect": "300", "export": "apart.tar", "import": "again", "delete": "again"}.items():
             (command,) = commands(f"paceline replay {verb}")
             command = command.replace("apart.tar", f"{tmp_path}/apart.tar")

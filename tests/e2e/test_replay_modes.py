@@ -14,7 +14,8 @@ from redis_record import read_record
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-STEPS = 1500
+STEPS = 700
+"""So many that a table of 400 rows is full and a bound of 50 versions skips rows."""
 TABLE = "replay.tables.transitions"
 
 
@@ -23,7 +24,7 @@ TABLE = "replay.tables.transitions"
     [
         ("replay.read=follow",),
         ("replay.read=sample",),
-        (f"{TABLE}.sampler=prioritised", f"{TABLE}.remover=lowest_priority", f"{TABLE}.capacity_rows=1000"),
+        (f"{TABLE}.sampler=prioritised", f"{TABLE}.remover=lowest_priority", f"{TABLE}.capacity_rows=400"),
         (f"{TABLE}.sampler=recent", f"{TABLE}.recent.max_lag_versions=50"),
         ("learner.algorithm.n_step=3",),
         ("collector.block_form=compact", "collector.block_rows=32", "collector.environments=4"),
@@ -31,7 +32,7 @@ TABLE = "replay.tables.transitions"
     ids=["follow", "sample", "prioritised", "recent", "n-step", "compact"],
 )
 def test_a_run_ends_with_all_its_steps_and_updates(train: Callable[..., Training], settings: tuple[str, ...]):
-    training = train(f"run.environment_steps={STEPS}", *settings)
+    training = train(f"run.environment_steps={STEPS}", "evaluator.enabled=false", *settings)
     assert training.wait(200) == 0, training.text()
     finish = training.records("finish")[-1]
     assert finish["environment_steps"] == STEPS
@@ -45,7 +46,7 @@ def test_a_run_ends_with_all_its_steps_and_updates(train: Callable[..., Training
 
 def test_a_queue_is_learned_from_once(train: Callable[..., Training]):
     queue = (f"{TABLE}={{queue: true, capacity_rows: 512, limiter: {{min_rows: 64}}}}", "learner.updates=learner_bound")
-    training = train(f"run.environment_steps={STEPS}", *queue)
+    training = train(f"run.environment_steps={STEPS}", "evaluator.enabled=false", *queue)
     assert training.wait(200) == 0, training.text()
     finish = training.records("finish")[-1]
     assert finish["environment_steps"] == STEPS
@@ -57,20 +58,21 @@ def test_a_run_on_two_shards_goes_on_without_one_and_gets_it_back(train: Callabl
     store = EmbeddedRedis.start(tmp_path / "store")
     try:
         training = train(
-            "run.environment_steps=4000",
+            "run.environment_steps=2400",
+            "evaluator.enabled=false",
             "collector.count=2",
             "replay.shards=2",
             f"replay.redis_url={store.url}",
             run_id="sharded",
         )
-        training.wait_for_steps(600)
+        training.wait_for_steps(500)
         training.kill("replay", "--shard", "1")
-        training.wait_for_steps(training.environment_steps() + 600)
+        training.wait_for_steps(training.environment_steps() + 500)
         assert training.wait(240) == 0, training.text()
-        assert training.records("finish")[-1]["environment_steps"] == 4000
+        assert training.records("finish")[-1]["environment_steps"] == 2400
         with redis.Redis.from_url(store.url) as client:
             stored = [_rows(client, f"sharded:{shard}") for shard in range(2)]
-        assert stored == [2000, 2000]
+        assert stored == [1200, 1200]
         assert {"replay-0", "replay-1"} <= set(json.loads((training.folder / "process_time.json").read_text()))
     finally:
         store.stop()
