@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlencode, urlsplit, urlunsplit
@@ -52,6 +52,7 @@ from redis.retry import Retry
 from paceline.config import redact_url
 from paceline.errors import ConfigError, PacelineError, StoreFullError, StoreReadOnlyError, UnavailableError
 from paceline.replay.scripts import Script
+from paceline.replay.values import Values, read_values
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.25, 1.0
 """After a failure commands fail at once for so long, twice as long after each further one: many collectors must not
@@ -113,6 +114,13 @@ class RedisLink:
         self._failures, self._paused_until = 0, 0.0
         return returned
 
+    def read_values(self, keys: Sequence[bytes]) -> Values:
+        """The strings at these keys, None where there is none; as `command` with MGET, and twice as fast."""
+        self._refuse_while_paused(writes=False)
+        replies = self._exchange([("MGET", *keys)], lambda connection: read_values(connection, len(keys)))
+        values: Values = self._first_error_raised(replies)[0]
+        return values
+
     def read_by_script(self, script: Script, keys: Sequence[bytes]) -> Any:
         """What a script that changes nothing returns: values of one moment. (A full Redis refuses transactions.)"""
         self._refuse_while_paused(writes=False)
@@ -165,14 +173,15 @@ class RedisLink:
             replies = send(("EVAL", script.text, *rest))
         return result(self._first_error_raised(replies))
 
-    def _exchange(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
-        """Send commands in one go and read a reply to each; one that is an error is given as that."""
+    def _exchange(self, commands: Sequence[Sequence[Argument]], read: Callable[[Any], Any] | None = None) -> list[Any]:
+        """Send commands in one go and `read` a reply to each; one that is an error is given as that."""
+        read = read or _read_reply
         try:
             connection = self._pool.get_connection()
             try:
                 # redis-py would copy a block twice to pack it; here its bytes go to the socket as they are.
                 connection.send_packed_command(_pack(commands))  # type: ignore[no-untyped-call]
-                replies = [_read_reply(connection) for _ in commands]
+                replies = [read(connection) for _ in commands]
                 if len(commands) > 1 and any(isinstance(reply, RedisError) for reply in replies):
                     connection.disconnect()  # type: ignore[no-untyped-call]  # it may still be within its transaction
                 return replies

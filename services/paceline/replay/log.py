@@ -292,7 +292,7 @@ class RedisLog:
             step = [entry]
             while (entry := next(entries, None)) is not None and entry.end_row <= step[0].first_row + rows_in_step:
                 step.append(entry)
-            payloads = self._store.command("MGET", *(self._payload % entry.first_row for entry in step))
+            payloads = self._store.read_values([self._payload % entry.first_row for entry in step])
             blocks = [
                 LoggedBlock(entry.first_row, entry.end_row - entry.first_row, entry.header, payload or b"")
                 for entry, payload in zip(step, payloads, strict=True)

@@ -11,6 +11,7 @@ from paceline.errors import ConfigError, ConflictError, PacelineError, ReplacedE
 from paceline.replay.durability import describe_durability, parse_info
 from paceline.replay.link import Argument, RedisLink
 from paceline.replay.scripts import Script
+from paceline.replay.values import Values
 from paceline.telemetry import get_logger
 
 FORMAT = "2"
@@ -121,6 +122,10 @@ class RedisStore:
     def command(self, *arguments: Argument) -> Any:
         """Run one command and give its reply as it came. Raises the Paceline error that its failure stands for."""
         return self._link.command(*arguments)
+
+    def read_values(self, keys: Sequence[bytes]) -> Values:
+        """The strings at these keys, None where there is none."""
+        return self._link.read_values(keys)
 
     def read_by_script(self, script: Script, keys: Sequence[bytes]) -> Any:
         """What a script that changes nothing returns: values of one moment."""

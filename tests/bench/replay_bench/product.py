@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.process import StopSignal
 from paceline.replay import tables as replay_tables
+from paceline.replay.link import Argument
 from paceline.replay.log import LoggedBlock, LogState
 from paceline.replay.main import run
 from paceline.replay.metrics import ReplayMetrics
@@ -34,7 +35,7 @@ def serve_unrecorded(address: str, ring_rows: int) -> None:
     replay_tables.RedisLog = ForgetfulLog  # the one place that makes logs
     config = make_config("unix:///none", address, ring_rows)
     metrics = ReplayMetrics(CollectorRegistry())
-    tables = replay_tables.Tables(config, RedisStore("unix:///none", RUN, deadline_seconds=1), metrics)
+    tables = replay_tables.Tables(config, ForgetfulStore("unix:///none", RUN, deadline_seconds=1), metrics)
     tables.load()
     service = ReplayService(RUN, tables, metrics, max_collectors=config.collector.max_count)
     server = Server(address, config.rpc, services=[SERVICE], register=[], handlers=[service.handler()], max_streams=16)
@@ -47,6 +48,13 @@ def log_problems() -> None:
     """Log as a service does, less what is no problem: figures are what this program prints."""
     configure_logging("replay")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+
+
+class ForgetfulStore(RedisStore):
+    """A Redis that has nothing and takes everything."""
+
+    def command(self, *arguments: Argument) -> None:
+        pass
 
 
 class ForgetfulLog:
