@@ -10,6 +10,7 @@ import pytest
 
 from e2e.apart import Services, free_ports
 from e2e.wire import NEAR, NEAR_AGAIN, Cable, why_not
+from observability import RULES, Prometheus, hurried
 from paceline.local.embedded import EmbeddedRedis
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -40,6 +41,7 @@ def services(cable: Cable, tmp_path: Path) -> Iterator[Services]:
         # The preset sends two rows and waits for their acknowledgement: here that would be two rows a round trip.
         "collector.block_rows=32",
         "collector.max_blocks_in_flight=8",
+        "learner.silence_seconds=8",  # well above what a poll takes over the slow network
         f"replay.tables.transitions.capacity_rows={RING_ROWS}",
     ]
     replay, learner = free_ports(2)
@@ -56,7 +58,9 @@ def services(cable: Cable, tmp_path: Path) -> Iterator[Services]:
     store.stop()
 
 
-def test_training_goes_on_over_a_bad_network_and_the_lag_is_what_the_network_makes_it(services: Services, cable: Cable):
+def test_training_goes_on_over_a_bad_network_and_the_lag_is_what_the_network_makes_it(
+    services: Services, cable: Cable, tmp_path: Path
+):
     far_replay = f"replay.address={services.settings['replay.address']}"
     services.settings["replay.address"] = services.settings["replay.listen"]  # the learner is here, too
     services.start("replay")
@@ -64,6 +68,20 @@ def test_training_goes_on_over_a_bad_network_and_the_lag_is_what_the_network_mak
     services.start("collector", far_replay)
     services.wait_for_updates(300)
     collector = services.processes["collector"]
+    # What is near is scraped: the far end's page would not come over a cut network either.
+    scraped = ("replay.metrics_listen", "learner.metrics_listen", "learner.endpoint_metrics_listen")
+    targets = {setting: [services.settings[setting]] for setting in scraped}
+    with Prometheus(tmp_path / "prometheus", targets, rules=hurried(RULES.read_text("utf-8"))) as prometheus:
+        cross_a_bad_network(services, cable, prometheus)
+    assert services.processes["collector"] is collector
+    for name in ("collector", "learner", "replay"):
+        services.stop(name)
+
+
+def cross_a_bad_network(services: Services, cable: Cable, prometheus: Prometheus) -> None:
+    def misses_collectors() -> bool:
+        alerts = prometheus.firing().get("PacelineNoCollectors", [])
+        return any(labels["cause"] == "none_alive" for labels in alerts)
 
     # A slow and lossy network: no snapshot acts before its last byte has come, which takes so long.
     cable.be(delay_seconds=DELAY_SECONDS, loss=0.01)
@@ -72,20 +90,20 @@ def test_training_goes_on_over_a_bad_network_and_the_lag_is_what_the_network_mak
         "rows in the ring whose policy was so long under way",
     )
     services.wait_for_updates(services.updates() + 100)
+    assert not misses_collectors()
 
-    # A cut: no row comes, nobody ends, and all of it goes on by itself.
+    # A cut: no row comes, an alert says so, nobody ends, and all of it goes on by itself.
     cable.be(loss=1.0)
     wait_until_nothing_comes(services)
+    services.wait_for(misses_collectors, "the alert that no collector is there")
     cable.be()
     services.wait_for_updates(services.updates() + 200)
-    assert services.processes["collector"] is collector
+    services.wait_for(lambda: not misses_collectors(), "the alert to end")
 
     services.wait_for(
         lambda: mean_transfer_seconds(services) < DELAY_SECONDS,
         "rows whose policy came faster than through that network",
     )
-    for name in ("collector", "learner", "replay"):
-        services.stop(name)
 
 
 def mean_transfer_seconds(services: Services) -> float:
