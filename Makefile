@@ -8,13 +8,12 @@ TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose) -f deploy/compose.yaml
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 # Two fast tests at once, since they mostly wait; tests/conftest.py says which stay together. AT_ONCE= runs one after the
-# other. Slow ones run so by themselves: SLOW_AT_ONCE="-n 2 --dist loadgroup" has whole systems beside the others.
+# other. Those that judge by seconds run alone.
 AT_ONCE ?= -n 2 --dist loadgroup
-SLOW_AT_ONCE ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup protos dashboards chart format check test test-slow soak train bench bench-replay wheels images up down clean
+.PHONY: help setup protos dashboards chart format check test test-slow test-alone soak train bench bench-replay wheels images up down clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,7 +45,10 @@ test: .venv/installed  ## the fast tests: functions, contracts, single services 
 	$(BIN)/pytest $(AT_ONCE) $(ARGS)
 
 test-slow: .venv/installed  ## the slow tests: long waits, and the whole system with services killed
-	$(BIN)/pytest -m slow $(SLOW_AT_ONCE) $(ARGS)
+	$(BIN)/pytest -m "slow and not alone" $(AT_ONCE) $(ARGS)
+
+test-alone: .venv/installed  ## the slow tests that judge by seconds: nothing else may run beside them
+	$(BIN)/pytest -m alone $(ARGS)
 
 soak: .venv/installed  ## ten minutes of everything that replay does at once: its memory stays flat
 	PACELINE_SOAK_SECONDS=600 $(BIN)/pytest -m slow tests/integration/test_replay_soak.py

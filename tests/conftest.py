@@ -21,8 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if END_TO_END in item.path.parents:
             item.add_marker(pytest.mark.slow)
-            # One whole system at a time: each of them has the machine's cores at work, and some own fixed ports.
-            item.add_marker(pytest.mark.xdist_group("e2e"))
+            # One whole system at a time, as some own fixed ports; in containers they have ports of their own.
+            item.add_marker(pytest.mark.xdist_group("containers" if item.path.stem == "test_compose" else "e2e"))
         else:
             # A file stays together, for the sake of what its tests share.
             item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -23,7 +23,7 @@ from e2e.harness import Training
 from integration.waiting import wait_until
 from observability import DASHBOARDS, RULES, Prometheus, alert_rules, hurried, panel_queries, panels
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(400)]
 
 FIRES_SECONDS = 90.0
 """A machine that is busy with something else takes a while until windows of seconds are full."""
