@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from paceline.errors import DeadlineError, NotFoundError, StarvedError
 from paceline.learner.metrics import LearnerMetrics
-from paceline.learner.sources import SHARD_BITS, Batch, ShardedSource
+from paceline.learner.sources import SHARD_BITS, Batch, ShardedSource, sharded
 
 
 class Shard:
@@ -80,6 +81,38 @@ def test_a_shard_that_has_no_rows_yet_is_waited_for():
         source.next_batch(0.01)
     late.is_held_back = False
     assert set(numbers(source.next_batch(1))) == {0, 1}
+
+
+def test_a_shard_that_is_held_back_for_long_is_left_out_and_counted_until_it_gives_rows(monkeypatch):
+    monkeypatch.setattr(sharded, "HELD_BACK_SECONDS", 0.01)
+    registry, held = CollectorRegistry(), Shard(1, 100)
+    source = join(Shard(0, 100), held, registry=registry)
+    assert set(numbers(source.next_batch(5))) == {0, 1}
+    held.is_held_back = True
+    batches = []
+    while len(batches) < 3:
+        with suppress(DeadlineError):  # the learner asks for a fraction of the time that a shard is waited for
+            batches.append(numbers(source.next_batch(0.002)))
+    assert batches[-1] == [0] * 30
+    assert skips(registry, 1) >= 2
+    held.is_held_back = False
+    assert set(numbers(source.next_batch(5))) == {0, 1}
+
+
+def test_of_shards_that_are_all_held_back_the_first_that_gives_rows_again_is_used(monkeypatch):
+    monkeypatch.setattr(sharded, "HELD_BACK_SECONDS", 0.01)
+    shards = [Shard(0, 100), Shard(1, 100)]
+    source = join(*shards)
+    source.next_batch(5)
+    for shard in shards:
+        shard.is_held_back = True
+    for _ in range(3):
+        with pytest.raises(DeadlineError, match="the limiter holds samples back"):
+            source.next_batch(0.2)
+    for back, gone in ((0, 1), (1, 0)):
+        shards[back].is_held_back, shards[gone].is_held_back = False, True
+        batches = [numbers(source.next_batch(5)) for _ in range(3)]
+        assert batches[-1] == [back] * 30
 
 
 def test_a_batch_mixes_shards_and_counts_the_rows_of_all():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from paceline.learner.sources.queued import QueueSource
 
 _LOOK_UP_SECONDS = 0.1
 """A wait for one shard looks up this often, to see that it went away."""
+HELD_BACK_SECONDS = 1.0
+"""A shard whose limiter lets no sample pass is waited for so long; then the others give what it would have given."""
 _TURN_SECONDS = 0.005
 """While no queue has a batch, each is waited for so long in turn."""
 
@@ -32,6 +35,10 @@ class _Shard:
     table_row_count: int = 0
     inserted_row_count: int = 0
     drawable_row_count: int | None = 0
+    waits_since: float | None = None
+    """Its limiter has let nothing pass since then, though it was asked."""
+    is_held_back: bool = False
+    """It has done so for `HELD_BACK_SECONDS`, and others give instead."""
 
     @property
     def left(self) -> int:
@@ -41,14 +48,15 @@ class _Shard:
     @property
     def is_here(self) -> bool:
         """Whether it may be counted on."""
-        return self.left > 0 or not self.source.is_away
+        return self.left > 0 or not (self.source.is_away or self.is_held_back)
 
 
 class ShardedSource:
     """Batches that mix rows of all shards: each row's shard is drawn with a probability in proportion to its rows.
 
     A shard that is away is left out, which is counted, until it is back. One that its limiter holds back is waited for,
-    as a single table would be: otherwise the others would be sampled more often than the ratio says.
+    and after a while left out, too: its collectors may all be gone. The others are sampled no more often for it than
+    the ratio says, since each has a limiter of its own.
     """
 
     def __init__(self, sources: Sequence[ShardSource], *, batch_size: int, seed: int, metrics: LearnerMetrics) -> None:
@@ -110,12 +118,12 @@ class ShardedSource:
         """Go on with the batch in the making until it is full; False: no shard has rows to give now.
 
         Raises:
-            DeadlineError: a shard that is not away gave none until then.
+            DeadlineError: a shard that is not away gave none until then, and no other could instead.
         """
         if self._wanted is None:
             for number, shard in enumerate(self._shards):
-                # Such a one is asked without waiting if it is away: it may be back.
-                if not shard.left and (shard.source.is_away or not shard.table_row_count):
+                # Such a one is asked without waiting unless it has no rows yet: it may be back.
+                if not shard.left and (not shard.is_here or not shard.table_row_count):
                     self._fetch(number, until)
             wanted = self._draw(self._batch_size)
             if wanted is None:
@@ -129,7 +137,7 @@ class ShardedSource:
                 if shard.left or self._fetch(number, until):
                     self._copy(number)
                     continue
-                # It went away amid the batch: the others give what it would have given.
+                # It went away amid the batch, or is held back: the others give what it would have given.
                 instead = self._draw(int(self._wanted[number]))
                 if instead is None:
                     return False
@@ -151,23 +159,42 @@ class ShardedSource:
         return drawn
 
     def _fetch(self, number: int, until: float) -> bool:
-        """Take a shard's next batch; False when it is away. Raises DeadlineError, with the shard's reason."""
+        """Take a shard's next batch; False when it is away or held back. Raises DeadlineError, with its reason."""
         shard = self._shards[number]
         while True:
-            left = until - time.monotonic()
-            wait = 0 if shard.source.is_away else min(max(left, 0), _LOOK_UP_SECONDS)
+            now = time.monotonic()
+            left = until - now
+            wait = min(max(left, 0), _LOOK_UP_SECONDS) if shard.is_here else 0
             try:
-                batch = shard.source.next_batch(wait)
+                self._take(shard, shard.source.next_batch(wait))
+                return True
             except DeadlineError as error:
-                if shard.source.is_away:
+                if not shard.is_here:
+                    return False
+                # A wait may go on over several calls. One without rows has collectors that are about to begin.
+                since = shard.waits_since = now if shard.waits_since is None else shard.waits_since
+                if shard.table_row_count and now - since >= HELD_BACK_SECONDS and self._can_another(number):
+                    shard.is_held_back = True
                     return False
                 if left <= wait:
                     raise type(error)(f"shard {number}: {error}") from error
-                continue
-            shard.batch, shard.used = batch, 0
-            shard.table_row_count, shard.inserted_row_count = batch.table_row_count, batch.inserted_row_count
-            shard.drawable_row_count = batch.drawable_row_count
-            return True
+
+    def _can_another(self, number: int) -> bool:
+        """Whether a shard other than this one has rows to give, or may have soon."""
+        for other, shard in enumerate(self._shards):
+            if other != number:
+                if not shard.is_here:
+                    with suppress(DeadlineError):
+                        self._take(shard, shard.source.next_batch(0))
+                if shard.is_here:
+                    return True
+        return False
+
+    def _take(self, shard: _Shard, batch: Batch) -> None:
+        shard.batch, shard.used = batch, 0
+        shard.waits_since, shard.is_held_back = None, False
+        shard.table_row_count, shard.inserted_row_count = batch.table_row_count, batch.inserted_row_count
+        shard.drawable_row_count = batch.drawable_row_count
 
     def _copy(self, number: int) -> None:
         """Move rows of a shard's batch into the batch in the making, as many as are there and wanted."""
