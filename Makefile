@@ -9,7 +9,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 PROTOS := $(wildcard protos/paceline/v1/*.proto)
 # Two fast tests at once, since they mostly wait; tests/conftest.py says which stay together. AT_ONCE= runs one after the
 # other. Those that judge by seconds run alone.
-AT_ONCE ?= -n 2 --dist loadgroup
+AT_ONCE ?= -n 2 --dist loadscope
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
