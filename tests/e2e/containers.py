@@ -24,6 +24,8 @@ from docker.models.containers import Container
 ROOT = Path(__file__).parents[2]
 BASE = "paceline-test/base:bookworm"
 STORE, PROMETHEUS = "paceline-test/redis:7.0.15", "paceline-test/prometheus:2.42.0"
+ENGINE_ROOT = Path("/var/tmp/paceline-test-engine")
+"""What an engine that is started here keeps, base image and layers among it: nobody else's images are touched."""
 TARGETS = ("replay", "collector", "learner")
 SERVICES = ("certs", "redis", "replay", "learner", "collector", "evaluator", "prometheus")
 """All but Grafana, of which Debian has no package."""
@@ -59,13 +61,16 @@ def _connected(folder: Path) -> Iterator[docker.DockerClient]:
         return
     if os.geteuid() != 0 or shutil.which("dockerd") is None:
         pytest.skip("no Docker engine runs, and none can be started: that takes root and `apt-get install docker.io`")
-    with (folder / "dockerd.log").open("wb") as log:
-        process = subprocess.Popen(["dockerd", "--pidfile", str(folder / "docker.pid")], stdout=log, stderr=log)
+    process, client = _start(folder)
+    if client is None and (ENGINE_ROOT / "network").exists():
+        # An engine that was killed may leave a note of a network on which the next one fails.
+        shutil.rmtree(ENGINE_ROOT / "network")
+        process, client = _start(folder)
     try:
-        client = wait_until(lambda: _answering(process), "an engine that answers", START_SECONDS)
-        if client == "ended":
-            text = (folder / "dockerd.log").read_text()
-            pytest.skip(f"dockerd cannot run here: {text.strip().splitlines()[-1]}")
+        if client is None:
+            lines = (folder / "dockerd.log").read_text().strip().splitlines()
+            why = next((line for line in lines if line.startswith(("panic", "failed"))), lines[-1])
+            pytest.skip(f"dockerd cannot run here: {why}")
         yield client
     finally:
         process.terminate()
@@ -74,6 +79,20 @@ def _connected(folder: Path) -> Iterator[docker.DockerClient]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _start(folder: Path) -> tuple[subprocess.Popen[bytes], docker.DockerClient | None]:
+    """An engine, and a client of it; None: it has ended."""
+    command = ["dockerd", "--data-root", str(ENGINE_ROOT), "--pidfile", str(folder / "docker.pid")]
+    with (folder / "dockerd.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        client = wait_until(lambda: _answering(process), "an engine that answers", START_SECONDS)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    return process, None if client == "ended" else client
 
 
 def _answers() -> bool:
