@@ -41,6 +41,7 @@ class Cable:
     @contextmanager
     def lay(cls, **names: str) -> Iterator[Cable]:
         """A cable to a new namespace, where `names` are known by their addresses. Needs root."""
+        _remove_leftovers()
         name, middle = f"paceline-far-{os.getpid()}", f"paceline-wire-{os.getpid()}"
         near_end, far_end = f"pn{os.getpid()}", f"pf{os.getpid()}"
         hosts = Path("/etc/netns", name)
@@ -111,8 +112,18 @@ def why_not() -> str | None:
     return None
 
 
-def _ip(*arguments: str, check: bool = True) -> None:
-    subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True)
+def _remove_leftovers() -> None:
+    """Take away what a test that was killed left: its end would still have the addresses of ours."""
+    for line in _ip("netns", "list").splitlines():
+        name = line.split()[0]
+        owner = name.removeprefix("paceline-far-").removeprefix("paceline-wire-")
+        if owner != name and not Path("/proc", owner).exists():
+            _ip("link", "delete", f"pn{owner}", check=False)
+            _ip("netns", "delete", name, check=False)
+
+
+def _ip(*arguments: str, check: bool = True) -> str:
+    return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True).stdout
 
 
 def carry(ends: tuple[str, str]) -> None:
