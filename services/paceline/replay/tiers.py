@@ -20,6 +20,7 @@ from paceline.replay.log import LoggedBlock, LogState, OutOfStepError, Position,
 from paceline.replay.metrics import TableMetrics
 from paceline.replay.pages import Pages
 from paceline.replay.positions import Positions
+from paceline.replay.skipping import oldest_versions
 from paceline.rows import Block, RowSpec, block_from_wire, checksum_of
 from paceline.rpc.wire import seconds_of, timestamp
 from paceline.tables.memory import MemorySettings, TableMemory
@@ -251,11 +252,7 @@ class Tiers:
         """The policy version of each row, where the sampler asks for it; of an unroll that of its oldest step."""
         if self.memory.settings.sampler != "recent":
             return None
-        versions: npt.NDArray[np.int64] = block.columns["policy_version"].astype(np.int64).reshape(block.row_count, -1)
-        if "valid" in self._spec and versions.shape[1] > 1:
-            versions = np.where(block.columns["valid"], versions, np.iinfo(np.int64).max)
-        oldest: npt.NDArray[np.int64] = versions.min(axis=1)
-        return oldest
+        return oldest_versions(self._spec, block.data)
 
     def _leaving(self, stays: int, inserted: int) -> list[HeldBlock]:
         horizon = inserted - self.memory.settings.held_rows
