@@ -29,7 +29,6 @@ os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", MKL_NUM_THREAD
 
 import grpc
 import numpy as np
-import numpy.typing as npt
 import torch
 from prometheus_client import CollectorRegistry
 
@@ -88,15 +87,20 @@ class Cost:
         )
 
 
-def compare(off: Callable[[int], None], on: Callable[[int], None], *, steps: int, rounds: int) -> Cost:
-    """Have each take so many steps in every round, by turns the first; the first round is warm-up."""
-    cost, sides = Cost([], []), [off, on]
+def compare(off: Callable[[int], None], on: Callable[[int], None], *, steps: int, rounds: int, turn: int) -> Cost:
+    """Have each take so many steps in every round, `turn` of them at a time and by turns the first; the first round is
+    warm-up. Turns are short, so that both sides meet the same moods of the machine."""
+    cost, sides = Cost([], []), (off, on)
     for number in range(rounds + 1):
-        for take in sides if number % 2 else reversed(sides):
-            began = time.process_time()
-            take(steps)
-            if number:
-                (cost.off if take is off else cost.on).append((time.process_time() - began) / steps)
+        spent = dict.fromkeys(sides, 0.0)
+        for place in range(steps // turn):
+            for take in sides if place % 2 else reversed(sides):
+                began = time.process_time()
+                take(turn)
+                spent[take] += time.process_time() - began
+        if number:
+            cost.off.append(spent[off] / steps)
+            cost.on.append(spent[on] / steps)
     return cost
 
 
@@ -155,7 +159,7 @@ class RingSource:
         self._memory = TableMemory(MemorySettings(ROWS).bounded(bound), block.spec.row_bytes)
         self._block, self._bound = block, bound
         for start in range(0, ROWS, 256):
-            self._append(slice(start, min(ROWS, start + 256)), block.columns["policy_version"])
+            self._append(slice(start, min(ROWS, start + 256)))
         self._rows = torch.empty((BATCH, block.spec.row_bytes), dtype=torch.uint8)
         self._out, self._random = self._rows.numpy(), np.random.default_rng(1)
         self._stored_at = np.empty(BATCH) if times else None
@@ -170,7 +174,8 @@ class RingSource:
         self._taken += 1
         if self._taken % 10 == 0:
             start = self._taken % (ROWS - 10)
-            self._append(slice(start, start + 10), np.full(ROWS, self._version, np.int64))
+            self._stamp(slice(start, start + 10))
+            self._append(slice(start, start + 10))
         memory = self._memory
         memory.find_starvation(BATCH, self._version)
         memory.sample(self._random, self._out, policy_version=self._version, stored_at=self._stored_at)
@@ -192,13 +197,21 @@ class RingSource:
     def close(self) -> None:
         """Nothing is open."""
 
-    def _append(self, part: slice, versions: npt.NDArray[np.int64]) -> None:
+    def _stamp(self, part: slice) -> None:
+        """Have rows be of the newest version."""
+        columns, now = self._block.columns, time.time()
+        columns["policy_version"][part], columns["policy_learner_step"][part] = self._version, 10 * self._version
+        for name, seconds in (("policy_applied_at", 2.0), ("collected_at", 1.5), ("sealed_at", 1.0)):
+            columns[name][part] = now - seconds
+
+    def _append(self, part: slice) -> None:
         block = self._block
+        versions = block.columns["policy_version"][part]
         self._memory.append(
             self._memory.end_row,
             block.data[part],
             stored_at=block.columns["sealed_at"][part] + 0.5,
-            versions=None if self._bound is None else np.ascontiguousarray(versions[part]),
+            versions=None if self._bound is None else np.ascontiguousarray(versions),
         )
 
 
@@ -379,14 +392,16 @@ def measure_learner(workload: str, folder: Path, rounds: int) -> None:
     block = make_rows(spec, time.time() - VERSIONS)
     off, on = (make_learner(spec, semantics, block, folder / workload, is_on=is_on) for is_on in (False, True))
     # Rounds in which everything that happens now and then does so equally often.
-    compare(off, on, steps=4 * UPDATES_PER_VERSION, rounds=rounds).tell(f"learner, {workload}")
+    compare(off, on, steps=4 * UPDATES_PER_VERSION, rounds=rounds, turn=1).tell(f"learner, {workload}")
 
 
 def measure_collector(environments: int, folder: Path, rounds: int) -> None:
     """Print what a step of all environments costs with all of it, and without."""
     off, on = (make_collector(environments, folder, is_on=is_on) for is_on in (False, True))
     # As many steps as a block has rows.
-    compare(off, on, steps=4 * STEPS_PER_VERSION, rounds=rounds).tell(f"collector, {environments} x Pendulum-v1")
+    compare(off, on, steps=4 * STEPS_PER_VERSION, rounds=rounds, turn=STEPS_PER_VERSION).tell(
+        f"collector, {environments} x Pendulum-v1"
+    )
 
 
 def main() -> None:

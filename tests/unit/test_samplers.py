@@ -353,6 +353,17 @@ def test_a_uniform_table_under_a_bound_draws_uniformly_among_the_rows_within_it(
     assert memory.within_bound(10) == 10
 
 
+@pytest.mark.parametrize("each", [1, 2, 20, 100])
+def test_rows_within_the_bound_are_drawn_equally_often_however_few_they_are(each):
+    memory = memory_of(sampler="recent", max_lag_versions=2, capacity_rows=1000)
+    within = np.zeros(1000)
+    for number in range(100):
+        append(memory, 10, version=9 if number % each == 0 else 1)
+        within[10 * number : 10 * number + 10] = number % each == 0
+    assert_as_likely_as(count_draws(memory, 200_000), within / within.sum())
+    assert memory.within_bound(0) == within.sum()
+
+
 @pytest.mark.parametrize(("own", "of_run", "smaller"), [(None, 5, 5), (3, 5, 3), (7, 5, 5), (3, None, 3)])
 def test_the_smaller_of_both_bounds_holds(own, of_run, smaller):
     settings = MemorySettings(1000, sampler="recent", max_lag_versions=own, half_life_versions=2.0).bounded(of_run)

@@ -22,6 +22,7 @@ KINDS = {
     "prioritised, bounded": {"sampler": "prioritised", "exponent": 0.7, "max_times_sampled": 2},
     "lowest priority": {"sampler": "prioritised", "exponent": 0.7, "remover": "lowest_priority"},
     "recent": {"sampler": "recent", "max_lag_versions": 5, "half_life_versions": 2.0},
+    "recent, even": {"sampler": "recent", "max_lag_versions": 5},
     "recent, bounded": {"sampler": "recent", "max_lag_versions": 5, "max_times_sampled": 2},
     "fifo": {"sampler": "fifo", "max_times_sampled": 2},
     "lifo": {"sampler": "lifo", "max_times_sampled": 2},
@@ -322,7 +323,7 @@ def test_a_draw_changes_pages_where_its_count_is_bounded():
 
 
 def test_tables_without_such_state_have_no_pages():
-    for kind in ("uniform", "recent"):
+    for kind in ("uniform", "recent", "recent, even"):
         memory = memory_of(**KINDS[kind])
         append(memory, 10)
         memory.sample(np.random.default_rng(0), np.empty((5, 8), np.uint8))

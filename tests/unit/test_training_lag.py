@@ -20,7 +20,7 @@ from paceline.learner.algorithms import Algorithm, TransitionBatch, build_algori
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.published import PublishedVersions
 from paceline.learner.sources import Batch
-from paceline.learner.training_lag import UPDATES_AT_ONCE, TrainingLag
+from paceline.learner.training_lag import ROWS_AT_ONCE, TrainingLag
 from paceline.process import StopSignal
 from paceline.rows import Block, Column, transition_spec
 
@@ -128,14 +128,30 @@ def test_rows_of_several_updates_are_each_counted_as_of_their_own():
         assert learner.value(thing) == one_by_one.value(thing)
 
 
+@pytest.mark.parametrize("size", [1, 1000, ROWS_AT_ONCE - 1, ROWS_AT_ONCE, 3 * ROWS_AT_ONCE + 1])
+def test_batches_of_any_size_are_counted_with_every_row_that_is_not_masked(size):
+    learner = Learner(published(10, 20, 30, 40, 50), LagBound(2))
+    for number in range(5):
+        versions = np.where(np.arange(size) % 7 == number + 1, 1, 3 + number % 3)
+        taken = learner.lag.take(batch_of(size, policy_version=versions), policy_version=5, learner_step=50)
+        assert isinstance(taken, Batch)
+        assert len(taken.rows) == np.count_nonzero(versions > 1)
+    learner.lag.count()
+    masked = sum(np.count_nonzero(np.arange(size) % 7 == number + 1) for number in range(5))
+    assert learner.value("masked_rows_total") == masked
+    assert learner.value("trained_rows_total") == 5 * size - masked
+    lags = [2 - number % 3 for number in range(5)]
+    expected = sum(lag * np.count_nonzero(np.arange(size) % 7 != number + 1) for number, lag in enumerate(lags))
+    assert learner.value("training_lag_versions_sum") == expected
+
+
 def test_the_parts_sum_to_the_lag_on_every_page_that_is_read_meanwhile():
     learner, done = Learner(published(10, 20, 30, 40, 50)), threading.Event()
     rows = batch_of(3, policy_version=[1, 2, 4], policy_applied_at=15.0, sealed_at=33.0, stored_at=41.0)
 
     def train() -> None:
         while not done.is_set():
-            for _ in range(UPDATES_AT_ONCE):
-                learner.lag.take(rows, policy_version=5, learner_step=50)
+            learner.lag.take(rows, policy_version=5, learner_step=50)
 
     thread = threading.Thread(target=train)
     thread.start()

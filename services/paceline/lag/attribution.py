@@ -59,11 +59,17 @@ def lag_versions(policy_version: npt.NDArray[np.int64], learner_version: int | C
 
 
 def attribute(
-    publications: Publications, rows: RowTimes, *, learner_version: int | Counts, now: float | Times
+    publications: Publications,
+    rows: RowTimes,
+    *,
+    learner_version: int | Counts,
+    now: float | Times,
+    row_counts: Counts | None = None,
 ) -> Attribution:
     """Split the lag of rows that are trained on at `now` by a learner whose newest version is `learner_version`.
 
-    Both may be arrays that broadcast with the rows: rows of several updates in one call cost less than by themselves.
+    Both may be arrays that broadcast with the rows; or, with `row_counts`, both are of updates, `[updates]`, each of
+    which took so many of the rows, `[n]`: rows of several updates in one call cost less than by themselves.
 
     A row of version v lags by the versions v + 1 to `learner_version`, and each belongs to the part in which it was
     published: transfer those up to and with `applied_at`, rollout those after it up to and with `sealed_at`, and so on.
@@ -71,10 +77,14 @@ def attribute(
     earlier on the way, none after `now`. Where a time in the middle is not known, what lies between its neighbours is
     unattributed, and so are versions whose publication is not known.
     """
+    newest = np.asarray(learner_version)
     # One's own clock may have been set back.
-    now = np.fmax(now, publications.times_of(np.asarray(learner_version)))
+    now, newest_count = np.fmax(now, publications.times_of(newest)), publications.count_to(newest)
+    if row_counts is not None:
+        newest, newest_count = newest.repeat(row_counts), newest_count.repeat(row_counts)
+        now = np.repeat(now, row_counts)
     version, applied, sealed, stored, newest, now = np.broadcast_arrays(
-        rows.policy_version, rows.applied_at, rows.sealed_at, rows.stored_at, learner_version, now
+        rows.policy_version, rows.applied_at, rows.sealed_at, rows.stored_at, newest, now
     )
     times = np.empty((5, *version.shape))
     times[0], times[1], times[2], times[3], times[4] = publications.times_of(version), applied, sealed, stored, now
@@ -86,7 +96,7 @@ def attribute(
 
     counts = np.empty(times.shape, np.int64)
     counts[0] = publications.count_to(version)
-    counts[4] = np.maximum(publications.count_to(newest), counts[0])
+    np.maximum(newest_count, counts[0], out=counts[4])
     for place in (1, 2, 3):
         np.minimum(publications.count_until(times[place], counts[place - 1]), counts[4], out=counts[place])
 

@@ -97,8 +97,8 @@ class Publications:
         known = self._versions[: self._count]
         if self._count and known[-1] - known[0] == self._count - 1:
             # No number is left out, as almost always: a subtraction instead of a search.
-            counts: Counts = np.clip(versions - (known[0] - 1), 0, self._count)
-            return counts
+            counts: Counts = np.minimum(versions - (known[0] - 1), self._count)
+            return np.maximum(counts, 0)
         return known.searchsorted(versions, side="right").astype(np.int64, copy=False)
 
     def times_of(self, versions: Versions) -> Times:

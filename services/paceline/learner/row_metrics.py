@@ -96,7 +96,8 @@ class TrainedRows:
         self._counters: list[Counter] = [
             self._trained, self._masked, self._skipped, self._part_versions, self._part_seconds,
         ]  # fmt: skip
-        self._is_split = False
+        self._by_part: dict[str, tuple[Counter, Counter]] = {}
+        """Versions and seconds of each part; empty: lag is not split."""
         self._trained_rows = self._masked_rows = 0
         self._skipped_rows = 0.0
         self._versions, self._seconds = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0.0)
@@ -104,10 +105,7 @@ class TrainedRows:
 
     def split(self) -> None:
         """Lag will be split: the parts are there from now on, as 0."""
-        self._is_split = True
-        for part in PARTS:
-            self._part_versions.labels(part)
-            self._part_seconds.labels(part)
+        self._by_part = {part: (self._part_versions.labels(part), self._part_seconds.labels(part)) for part in PARTS}
 
     def add(self, trained: Trained) -> None:
         """Count rows."""
@@ -122,12 +120,12 @@ class TrainedRows:
             self._masked_rows += trained.masked_rows
             self._skipped_rows += trained.skipped_rows
             if trained.attribution is not None:
-                for part, versions in trained.attribution.version_totals().items():
-                    self._versions[part] += versions
-                    self._part_versions.labels(part).inc(versions)
-                for part, seconds in trained.attribution.second_totals().items():
-                    self._seconds[part] += seconds
-                    self._part_seconds.labels(part).inc(seconds)
+                versions, seconds = trained.attribution.version_totals(), trained.attribution.second_totals()
+                for part, (version_counter, second_counter) in self._by_part.items():
+                    self._versions[part] += versions[part]
+                    self._seconds[part] += seconds[part]
+                    version_counter.inc(versions[part])
+                    second_counter.inc(seconds[part])
 
     def totals(self) -> dict[str, Any]:
         """All rows so far, as `metrics.jsonl` has them; the parts are left out where lag is not split."""
@@ -137,7 +135,7 @@ class TrainedRows:
                 "skipped_rows": round(self._skipped_rows),
                 "masked_rows": self._masked_rows,
             }
-            if self._is_split:
+            if self._by_part:
                 totals |= {"lag_part_versions": dict(self._versions), "lag_part_seconds": dict(self._seconds)}
             return totals
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from paceline.errors import BlockError, ConfigError, ConflictError, InvalidInputError
 from paceline.lag.bound import LagBound, Starvation
 from paceline.rows import ByteMatrix
+from paceline.tables.bounded import BoundedSampler
 from paceline.tables.pages import PAGE_ROWS, Pages
 from paceline.tables.prioritised import PrioritisedSampler
 from paceline.tables.recent import RecentSampler
@@ -257,7 +258,7 @@ class TableMemory:
     def within_bound(self, policy_version: int) -> int | None:
         """Rows that the bound on the lag lets be drawn; None where there is no such bound, or rows differ in weight."""
         sampler = self._sampler
-        if self.settings.max_lag_versions is None or not isinstance(sampler, RecentSampler):
+        if self.settings.max_lag_versions is None or not isinstance(sampler, BoundedSampler | RecentSampler):
             return None
         with self._ring.lock:
             return sampler.within_bound(policy_version)
@@ -265,7 +266,7 @@ class TableMemory:
     def find_starvation(self, row_count: int, policy_version: int) -> Starvation | None:
         """What to report when the bound on the lag alone keeps `row_count` rows from being drawn; None: it does not."""
         sampler = self._sampler
-        if self.settings.max_lag_versions is None or not isinstance(sampler, RecentSampler):
+        if self.settings.max_lag_versions is None or not isinstance(sampler, BoundedSampler | RecentSampler):
             return None
         with self._ring.lock:
             return sampler.find_starvation(row_count, policy_version)
@@ -355,12 +356,10 @@ def _make_sampler(settings: MemorySettings, ring: Ring, base_version: int) -> Un
         case "prioritised":
             return PrioritisedSampler(ring, bound, exponent=settings.exponent)
         case "recent":
-            return RecentSampler(
-                ring,
-                bound,
-                bound=LagBound(settings.max_lag_versions, base_version, settings.bound_setting),
-                half_life_versions=settings.half_life_versions,
-            )
+            lag = LagBound(settings.max_lag_versions, base_version, settings.bound_setting)
+            if bound is None and settings.half_life_versions is None:
+                return BoundedSampler(ring, lag)
+            return RecentSampler(ring, bound, bound=lag, half_life_versions=settings.half_life_versions)
         case "fifo" | "lifo" if bound is not None:
             return OrderedSampler(ring, bound, newest_first=settings.sampler == "lifo")
     raise ConfigError(

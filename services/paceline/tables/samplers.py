@@ -21,6 +21,7 @@ Versions = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.uint32]
+Draws = npt.NDArray[np.int64]
 
 ONE = np.uint32(1)
 """numpy adds a number of the array's own type twenty times as fast as a Python integer."""
@@ -60,7 +61,7 @@ class UniformSampler:
     def add(self, first_row: int, row_count: int, versions: Versions) -> None:
         """Rows have come."""
         if self._times is not None:
-            self._times[_places(first_row, first_row + row_count, len(self._times))] = 0
+            self._times[self._places(first_row, first_row + row_count)] = 0
 
     def remove(self, first_row: int, end_row: int) -> None:
         """Rows have left."""
@@ -79,11 +80,18 @@ class UniformSampler:
             self._times = np.zeros(self._ring.physical_rows, np.uint32)
         places = keys % len(self._times)
         np.add.at(self._times, places, ONE)
-        return Chosen(keys, np.full(n, 1 / self._ring.row_count, np.float32), self._times[places])
+        return Chosen(keys, np.full(n, self._probability(), np.float32), self._times[places])
 
     def find_alive(self, first_row: int, end_row: int) -> tuple[int, int]:
         """The first run of rows that are there, of those that the ring holds between two keys."""
         return first_row, end_row
+
+    def _probability(self) -> float:
+        """That one draw gives a row which may be drawn."""
+        return 1 / self._ring.row_count
+
+    def _places(self, first_row: int, end_row: int) -> Places:
+        return _places(first_row, end_row, self._ring.physical_rows)
 
 
 class WeightedSampler:
