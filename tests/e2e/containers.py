@@ -27,6 +27,7 @@ STORE, PROMETHEUS = "paceline-test/redis:7.0.15", "paceline-test/prometheus:2.42
 ENGINE_ROOT = Path("/var/tmp/paceline-test-engine")
 """What an engine that is started here keeps, base image and layers among it: nobody else's images are touched."""
 TARGETS = ("replay", "collector", "learner")
+TAG = "0.1.0"
 SERVICES = ("certs", "redis", "replay", "learner", "collector", "evaluator", "prometheus")
 """All but Grafana, of which Debian has no package."""
 
@@ -176,13 +177,14 @@ def compose_command() -> tuple[str, ...]:
 class Stack:
     """The services of deploy/compose.yaml, on images of this machine and with settings of a small run."""
 
-    def __init__(self, client: docker.DockerClient, run_file: Path) -> None:
+    def __init__(self, client: docker.DockerClient, run_file: Path, *, tag: str = TAG) -> None:
         self.client = client
-        self.project = f"paceline-test-{os.getpid()}"
+        self.project = f"paceline-test-{tag}-{os.getpid()}".replace(".", "-")
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self._prometheus = f"http://127.0.0.1:{probe.getsockname()[1]}"
         self._environment = {
             "COMPOSE_PROJECT_NAME": self.project,
+            "TAG": tag,
             "RUN_FILE": str(run_file),
             "REDIS_IMAGE": STORE,
             "PROMETHEUS_IMAGE": PROMETHEUS,

@@ -56,7 +56,7 @@ def commands(beginning: str) -> list[str]:
 def test_every_command_of_the_readme_is_covered_here():
     covered = ("make ", "paceline config", "paceline train", "paceline replay", "paceline learner")
     covered += ("paceline certs", "paceline collector", "paceline evaluator", "paceline relay", "paceline lag")
-    covered += ("paceline study",)
+    covered += ("paceline study", "PYTHONPATH=deploy/example paceline train")
     assert [command for command in COMMANDS if not command.startswith(covered)] == []
 
 
@@ -102,6 +102,12 @@ def test_an_environment_of_ones_own_is_trained_on(tmp_path: Path):
     (command,) = (command for command in commands("paceline train") if "my_package" in command)
     run(command, tmp_path, SHORT)
     assert "MyEnv-v0" in (tmp_path / "mine" / "report.html").read_text()
+
+
+def test_an_actor_of_ones_own_is_trained(tmp_path: Path):
+    (command,) = commands("PYTHONPATH=deploy/example paceline train")
+    run(command, tmp_path, SHORT, "run.environment_steps=400")
+    assert "aux_action_size" in (tmp_path / "mine" / "metrics.jsonl").read_text()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.actors.contract import Actor, ActorSemantics
+from paceline.actors.contract import Actor, ActorInfo, ActorSemantics
 from paceline.errors import ActorSemanticsError
 
 _ROWS = 4
@@ -61,6 +61,8 @@ def _check_methods(actor: Actor, semantics: ActorSemantics) -> None:
     for name, output in (("action", action), ("log_prob", info.log_prob)):
         if not output.requires_grad:
             raise ActorSemanticsError(f"forward's {name} has no gradient: expected a reparameterised sample")
+    _check_aux_losses(actor, observation, info)
+    _check_generator(actor, observation)
     mean, std = actor.get_mean_and_std(observation)
     _require("get_mean_and_std: mean", mean, size)
     _require("get_mean_and_std: std", std, size)
@@ -76,6 +78,32 @@ def _check_methods(actor: Actor, semantics: ActorSemantics) -> None:
         exported = actor.as_export_module()(observation)
     _require("as_export_module: action", exported, size)
     _require_equal("as_export_module and explore(deterministic=True)", exported, explored)
+
+
+def _check_aux_losses(actor: Actor, observation: Tensor, info: ActorInfo) -> None:
+    for name, loss in info.aux_losses.items():
+        _require(f"aux_losses[{name!r}]", loss, ())
+        if not loss.requires_grad:
+            raise ActorSemanticsError(f"aux_losses[{name!r}] has no gradient: expected one to the actor's parameters")
+    if names := sorted(actor(observation, False)[1].aux_losses):
+        raise ActorSemanticsError(f"forward has aux_losses {names} without training: expected none")
+
+
+def _check_generator(actor: Actor, observation: Tensor) -> None:
+    """What a resumed run draws must be what the stopped one would have drawn."""
+    generator = torch.Generator(observation.device)
+    draws: dict[str, Callable[[], Tensor]] = {
+        "forward": lambda: actor(observation, True, generator)[0],
+        "explore": lambda: actor.explore(observation, False, generator)[0],
+    }
+    for name, draw in draws.items():
+        generator.manual_seed(1)
+        first = draw()
+        generator.manual_seed(1)
+        if not torch.equal(first, draw()):
+            raise ActorSemanticsError(
+                f"{name} gives other actions with a generator of the same seed: expected every random number from it"
+            )
 
 
 def _check_state_is_complete(actor: Actor, twin: Actor, semantics: ActorSemantics) -> None:

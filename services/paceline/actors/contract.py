@@ -6,7 +6,7 @@ import abc
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 import torch
@@ -58,7 +58,7 @@ class ActorSemantics:
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no spaces; equal semantics give equal texts."""
-        return _canonical({field.name: getattr(self, field.name) for field in fields(self)})
+        return _canonical({each.name: getattr(self, each.name) for each in fields(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -72,7 +72,7 @@ class ActorSemantics:
                 f"actor semantics are {'missing' if record is None else repr(record)}: expected a record, without "
                 "which weights cannot be told from those of another actor"
             )
-        names = [field.name for field in fields(cls)]
+        names = [each.name for each in fields(cls)]
         wrong = [f"lack {name}" for name in names if name not in record]
         wrong += [f"have an unknown field {name!r}" for name in record if name not in names]
         if wrong:
@@ -81,11 +81,11 @@ class ActorSemantics:
 
     def require_same(self, other: ActorSemantics) -> None:
         """Raise ActorSemanticsError naming the first field in which `other` differs from these semantics."""
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
             if mine != theirs:
                 raise ActorSemanticsError(
-                    f"actor semantics differ in {field.name}: the weights have {theirs!r}, expected {mine!r}; "
+                    f"actor semantics differ in {each.name}: the weights have {theirs!r}, expected {mine!r}; "
                     "use the settings that the weights were trained with"
                 )
 
@@ -96,6 +96,9 @@ class ActorInfo:
 
     log_prob: Tensor
     """[N] log-density of the action in environment units, log|det J| of the transform included."""
+    aux_losses: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further losses by name, 0-dimensional and weighted already, which the learner adds to the actor's; only with
+    `training`, and always the same names."""
 
 
 class Actor(nn.Module, abc.ABC):

@@ -63,7 +63,9 @@ def run(config: Config, *, index: int | None, stop: StopSignal, clock: Callable[
             log.info("run_finished")
             return
         assignment = Assignment.of(config, place, description)
-        staged = StagedActor(build_actor(ActorSemantics.from_json(place.actor_semantics_json)))
+        staged = StagedActor(
+            build_actor(ActorSemantics.from_json(place.actor_semantics_json), own_builder=config.actor.builder)
+        )
         standings = Standings()
         snapshots = learner
         if config.collector.snapshots_address is not None:

@@ -90,6 +90,23 @@ class EnvConfig(Model):
     """When a finished environment is reset: on the step after its last, or within it."""
 
 
+class ActorConfig(Model):
+    """Who acts: the same for learner, collectors and evaluator."""
+
+    builder: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")] | None = None
+    """`package.module:callable` of one's own, which is called with the sizes of observation and action, `device` and
+    `kwargs`, and gives a `paceline.actors.Actor`; null: the built-in squashed Gaussian. Each process imports it by
+    itself, and only the one that its own settings name."""
+    kwargs: dict[str, Any] = {}
+    """What the builder gets, JSON values only; part of what weights mean, so another value needs a new run."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ActorConfig:
+        if self.kwargs and self.builder is None:
+            raise ValueError("actor.kwargs are given without actor.builder: expected both, or neither")
+        return self
+
+
 class RpcConfig(Model):
     """Deadlines and keep-alive of every call, for both ends, so that they cannot disagree."""
 
@@ -320,7 +337,7 @@ class SacConfig(Model):
     target_entropy: float | None = None
     """None: minus the number of action dimensions."""
     hidden: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (256, 256)
-    """Widths of the hidden layers of actor and critics."""
+    """Widths of the hidden layers of the critics, and of the built-in actor."""
 
 
 class CheckpointConfig(Model):
@@ -464,6 +481,7 @@ class Config(Model):
 
     run: RunConfig = RunConfig()
     env: EnvConfig = EnvConfig()
+    actor: ActorConfig = ActorConfig()
     rpc: RpcConfig = RpcConfig()
     security: SecurityConfig = SecurityConfig()
     replay: ReplayConfig = ReplayConfig()

@@ -58,7 +58,7 @@ def run(config: Config, *, stop: StopSignal) -> None:
             return  # stopped before the learner answered
         semantics = ActorSemantics.from_json(place.actor_semantics_json)
         _require_fits(semantics, description)
-        staged = StagedActor(build_actor(semantics))
+        staged = StagedActor(build_actor(semantics, own_builder=config.actor.builder))
         snapshots = channel
         if settings.snapshots_address is not None:
             snapshots = open_channel(settings.snapshots_address, config.rpc, config.security, READER)

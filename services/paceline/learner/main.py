@@ -12,9 +12,9 @@ import grpc
 import torch
 from prometheus_client import CollectorRegistry
 
-from paceline.actors import ActorSemantics, build_actor, squashed_gaussian_semantics
+from paceline.actors import ActorSemantics, build_actor, own_semantics, squashed_gaussian_semantics
 from paceline.config import Config
-from paceline.envs import describe_environment
+from paceline.envs import EnvironmentDescription, describe_environment
 from paceline.errors import CheckpointError, ConfigError, DeadlineError, NonFiniteError, PacelineError
 from paceline.health import Health
 from paceline.identity import PolicyIdentity
@@ -63,12 +63,7 @@ def run(config: Config, *, resume: bool, stop: StopSignal) -> None:
     _require_reachable_bound(config)
     environment = describe_environment(config.env, algorithm=config.learner.algorithm.name)
     spec = transition_spec(environment.observation, environment.action)
-    semantics = squashed_gaussian_semantics(
-        environment.observation_dim,
-        hidden=config.learner.algorithm.hidden,
-        action_low=environment.action_low,
-        action_high=environment.action_high,
-    )
+    semantics = _actor_semantics(config, environment)
     require_ring_fits(config, spec, device)
     registry = CollectorRegistry()
     metrics = LearnerMetrics(registry)
@@ -369,10 +364,28 @@ def _require_reachable_bound(config: Config) -> None:
     require_reachable(config.lag.max_lag_versions, smallest)
 
 
+def _actor_semantics(config: Config, environment: EnvironmentDescription) -> ActorSemantics:
+    if config.actor.builder is not None:
+        return own_semantics(
+            config.actor.builder,
+            config.actor.kwargs,
+            observation_dim=environment.observation_dim,
+            action_dim=len(environment.action_low),
+            device=config.learner.device,
+        )
+    return squashed_gaussian_semantics(
+        environment.observation_dim,
+        hidden=config.learner.algorithm.hidden,
+        action_low=environment.action_low,
+        action_high=environment.action_high,
+    )
+
+
 def _build_algorithm(config: Config, semantics: ActorSemantics) -> Algorithm:
     torch.manual_seed(config.run.seed)
     settings = config.learner.algorithm.model_dump()
-    return build_algorithm(settings, build_actor(semantics, config.learner.device), seed=config.run.seed)
+    actor = build_actor(semantics, config.learner.device, own_builder=config.actor.builder)
+    return build_algorithm(settings, actor, seed=config.run.seed)
 
 
 def _seed_of(config: Config, incarnation: int) -> int:

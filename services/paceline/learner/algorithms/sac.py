@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.actors import Actor
-from paceline.errors import NonFiniteError
+from paceline.actors import Actor, ActorInfo
+from paceline.errors import ActorSemanticsError, NonFiniteError
 from paceline.learner.algorithms import state
 from paceline.learner.algorithms.batch import TransitionBatch
 from paceline.learner.algorithms.contract import Update
@@ -60,6 +60,8 @@ class Sac:
         self, actor: Actor, settings: SacSettings, *, observation_dim: int, action_dim: int, seed: int
     ) -> None:
         self._actor, self._settings, self._action_dim = actor, settings, action_dim
+        self._aux_names: frozenset[str] | None = None
+        """Of the actor's own losses, as the first update had them."""
         self._target_entropy = -float(action_dim) if settings.target_entropy is None else settings.target_entropy
         self._flat_actor = FlatActor(actor)
         like = self._flat_actor.parameters
@@ -89,7 +91,8 @@ class Sac:
 
         action, info = self._actor(batch.observation, True, self._generator)
         log_prob = info.log_prob
-        actor_figures = self._update_actor(batch.observation, action, log_prob, temperature)
+        self._require_same_losses(info.aux_losses)
+        actor_figures = self._update_actor(batch.observation, action, info, temperature)
 
         entropy_loss = temperature_loss(self._log_temperature, log_prob.detach(), self._target_entropy)
         self._temperature_optimiser.step(entropy_loss)  # the loss is its own gradient
@@ -125,8 +128,9 @@ class Sac:
         return torch.pow(gamma, batch.step_count.to(batch.reward.dtype))
 
     def _update_actor(
-        self, observation: Tensor, action: Tensor, log_prob: Tensor, temperature: Tensor
+        self, observation: Tensor, action: Tensor, info: ActorInfo, temperature: Tensor
     ) -> dict[str, Tensor]:
+        log_prob, aux_losses = info.log_prob, tuple(info.aux_losses.values())
         with torch.no_grad():
             activations = evaluate(self._critic.layers, observation, action)
             q = q_of(activations)
@@ -135,9 +139,19 @@ class Sac:
             loss = actor_loss(log_prob, q, temperature)
         # The critics' part of the chain rule is done; from here autograd serves an actor of any make.
         self._flat_actor.gradients.zero_()
-        torch.autograd.backward((action, log_prob), (by_action, by_log_prob))
+        torch.autograd.backward((action, log_prob, *aux_losses), (by_action, by_log_prob, *(None for _ in aux_losses)))
         self._actor_optimiser.step(self._flat_actor.gradients)
-        return {"actor_loss": loss}
+        return {"actor_loss": loss, **{f"aux_{name}": each.detach() for name, each in info.aux_losses.items()}}
+
+    def _require_same_losses(self, aux_losses: Mapping[str, Tensor]) -> None:
+        names = frozenset(aux_losses)
+        if self._aux_names is None:
+            self._aux_names = names
+        elif names != self._aux_names:
+            raise ActorSemanticsError(
+                f"the actor's aux_losses are {sorted(names)} now, and were {sorted(self._aux_names)}: expected "
+                "the same names in every update"
+            )
 
     def check_finite(self) -> None:
         """Raise NonFiniteError naming the first weight or gradient that holds a NaN or an infinity."""
