@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.errors import ReplacedError
-from paceline.replay.log import LoggedBlock, LogState, OutOfStepError, Position
-from paceline.v1 import rows_pb2
+from paceline.errors import PacelineError, ReplacedError
+from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepError, Position
 
 
 @dataclass
@@ -40,32 +39,35 @@ class MemoryLog:
             self._fence()
         self._shelf.owner, self._shelf.state, self._shelf.blocks, self._shelf.pages = id(self), state, [], {}
 
-    def append(
-        self,
-        block: LoggedBlock,
-        header: rows_pb2.BlockHeader,
-        *,
-        removed: Sequence[int],
-        sampled: int,
-        consumed: int = 0,
-        dropped: int = 0,
-        after: int | None = None,
-    ) -> bool:
-        state = self._require(block.first_row if after is None else after)
+    def append(self, writes: Sequence[BlockWrite]) -> int:
+        for number, write in enumerate(writes):
+            try:
+                stored = self._append_one(write)
+            except PacelineError:
+                if number == 0:
+                    raise
+                stored = False
+            if not stored:
+                return number
+        return len(writes)
+
+    def _append_one(self, write: BlockWrite) -> bool:
+        block, header = write.block, write.header
+        state = self._require(block.first_row if write.after is None else write.after)
         known = state.positions.get(header.collector_index, Position(0, 0, 0))
         if header.collector_incarnation < known.incarnation:
             raise ReplacedError(f"collector {header.collector_index}: a newer incarnation took over")
         if header.collector_incarnation == known.incarnation and header.sequence <= known.sequence:
             return False
         self._shelf.blocks.append(replace(block, payload=bytes(block.payload)))
-        self._remove(removed)
+        self._remove(write.removed)
         position = Position(header.collector_incarnation, header.sequence, header.row_count)
         self._shelf.state = replace(
             state,
             inserted=block.end_row,
-            sampled=sampled,
-            consumed=consumed,
-            dropped=dropped,
+            sampled=write.sampled,
+            consumed=write.consumed,
+            dropped=write.dropped,
             positions={**state.positions, header.collector_index: position},
         )
         return True

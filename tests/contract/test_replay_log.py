@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import redis
@@ -11,7 +12,7 @@ import redis
 from contract.memory_log import MemoryLog, Shelf
 from paceline.errors import ConflictError, ReplacedError, StoreFullError
 from paceline.replay import log as log_module
-from paceline.replay.log import LoggedBlock, LogState, OutOfStepError, Position, RedisLog
+from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepError, Position, RedisLog
 from paceline.replay.store import RedisStore
 from paceline.rows import Column, RowSpec
 from paceline.v1 import rows_pb2
@@ -87,7 +88,69 @@ def block(number: int, stamp: rows_pb2.BlockHeader) -> LoggedBlock:
 
 
 def append(log, number: int, stamp: rows_pb2.BlockHeader, *, removed: Sequence[int] = (), **options: int) -> bool:
-    return log.append(block(number, stamp), stamp, removed=removed, sampled=7 * number, **options)
+    return log.append([write(number, stamp, removed=removed, **options)]) == 1
+
+
+def write(number: int, stamp: rows_pb2.BlockHeader, *, removed: Sequence[int] = (), **options: int) -> BlockWrite:
+    return BlockWrite(block(number, stamp), stamp, removed=removed, sampled=7 * number, **options)
+
+
+def test_blocks_that_are_appended_together_are_what_they_are_one_by_one(place):
+    log = place.open()
+    log.begin(BEGUN)
+    assert append(log, 0, header(1))
+    more = [write(1, header(2)), write(2, header(1, collector=3), removed=[0]), write(3, header(3), dropped=5)]
+    assert log.append(more) == 3
+    assert list(log.read_blocks()) == [each.block for each in more]
+    state = log.read_state()
+    assert (state.inserted, state.sampled, state.dropped) == (40, 21, 5)
+    assert state.positions == {0: Position(1, 3, ROWS), 3: Position(1, 1, ROWS)}
+    assert log.payload_bytes() == sum(len(each.block.payload) for each in more)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda: write(1, header(1)),
+        lambda: write(1, header(1, collector=3)),
+        lambda: write(5, header(2)),
+    ],
+    ids=["duplicate", "replaced", "out of step"],
+)
+def test_a_block_that_is_not_stored_ends_those_that_came_with_it(place, second):
+    log = place.open()
+    log.begin(replace(BEGUN, positions={3: Position(2, 4, 1)}))
+    refused = second()
+    assert log.append([write(0, header(1)), refused, write(2, header(3))]) == 1
+    assert first_rows(log) == [0]
+    assert log.read_state().inserted == 10
+    assert log.append([write(1, header(2)), write(2, header(3))]) == 2
+    assert first_rows(log) == [0, 10, 20]
+
+
+def test_of_blocks_that_come_together_the_failure_of_the_first_is_raised(place):
+    log = place.open()
+    log.begin(replace(BEGUN, positions={3: Position(2, 4, 1)}))
+    with pytest.raises(OutOfStepError):
+        log.append([write(1, header(1)), write(2, header(2))])
+    with pytest.raises(ReplacedError):
+        log.append([write(0, header(1, collector=3)), write(1, header(1))])
+    assert log.append([write(0, header(4, collector=3, incarnation=2)), write(1, header(1))]) == 0
+    assert first_rows(log) == []
+    place.open()
+    with pytest.raises(ReplacedError):
+        log.append([write(0, header(1)), write(1, header(2))])
+    assert log.replaced
+
+
+def test_no_block_is_stored_without_the_one_before_it_though_the_record_is_where_it_expects_it(place):
+    log = place.open()
+    log.begin(BEGUN)
+    append(log, 0, header(1, collector=3))  # and its reply is lost: whoever appends next knows nothing of it
+    with pytest.raises(OutOfStepError):
+        log.append([write(0, header(1)), write(1, header(2))])
+    assert first_rows(log) == [0]
+    assert log.read_state().positions == {3: Position(1, 1, ROWS)}
 
 
 def first_rows(log, first_row: int = 0) -> list[int]:
@@ -122,7 +185,7 @@ def test_a_payload_may_be_a_view_of_another_buffer(place):
     log.begin(BEGUN)
     stamp = header(1)
     payload = memoryview(bytearray(range(256)) * 40)[16:]
-    log.append(LoggedBlock(0, ROWS, stamp.SerializeToString(), payload), stamp, removed=(), sampled=0)
+    log.append([BlockWrite(LoggedBlock(0, ROWS, stamp.SerializeToString(), payload), stamp)])
     (found,) = log.read_blocks()
     assert found.payload == payload
 
@@ -331,6 +394,10 @@ def test_a_script_that_the_server_has_forgotten_is_sent_again(server, place):
         client.script_flush()
     assert append(log, 1, header(2))
     assert list(log.read_blocks()) == [block(0, header(1)), block(1, header(2))]
+    with redis.Redis.from_url(server.url) as client:
+        client.script_flush()
+    assert log.append([write(2, header(3)), write(3, header(4)), write(4, header(5))]) == 3
+    assert first_rows(log) == [0, 10, 20, 30, 40]
 
 
 @pytest.fixture
@@ -409,7 +476,7 @@ def fill(log: RedisLog) -> int:
         stamp = header(number + 1)
         large = LoggedBlock(ROWS * number, ROWS, stamp.SerializeToString(), b"x" * 65536)
         try:
-            log.append(large, stamp, removed=(), sampled=0)
+            log.append([BlockWrite(large, stamp)])
         except StoreFullError:
             return number
     return 1000

@@ -10,14 +10,18 @@ import numpy as np
 import pytest
 from google.protobuf import message_factory
 from google.protobuf.descriptor import FieldDescriptor
+from prometheus_client import CollectorRegistry
 
 import endpoints
-from integration.replay_harness import RUN, SPEC, TABLE, ReplayThread, block, make_config, request
+from integration.replay_harness import RUN, SPEC, TABLE, ReplayThread, block, make_config, request, together, wait_until
 from integration.replay_harness import Client as ReplayClient
+from paceline.collector.metrics import CollectorMetrics
+from paceline.collector.writer import BlockWriter
 from paceline.errors import ProtocolMismatchError
 from paceline.identity import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from paceline.local.embedded import EmbeddedRedis
 from paceline.rpc.bulk import APPEND_REQUEST, FOLLOW_RESPONSE, SAMPLE_RESPONSE, UPDATE_PRIORITIES_REQUEST, BulkFormat
+from paceline.rpc.client import open_channel
 from paceline.rpc.wire import row_spec_to_wire
 from paceline.serving import parameter_service
 from paceline.v1 import replay_pb2 as pb
@@ -185,7 +189,7 @@ def requests_of_every_method() -> dict[str, Any]:
     judged = run_pb2.ReportEvaluationRequest(run_id=endpoints.RUN_ID)
     judged.policy.incarnation = judged.policy.version = 1
     judged.episodes.add(episode_return=1.0, length=3)
-    appended = request(1, block(0, 10), collector=9)
+    appended = together(*(request(number, block(0, 10), collector=9) for number in (1, 2)))
     appended.header.sealed_at.GetCurrentTime()
     return {
         f"{REPLAY}/OpenTable": pb.OpenTableRequest(run_id=RUN, table=TABLE, row_spec=row_spec_to_wire(SPEC)),
@@ -225,7 +229,7 @@ def test_what_the_release_after_adds_to_any_message_is_passed_over(replay, endpo
 @pytest.mark.parametrize(
     ("bulk_format", "message"),
     [
-        (APPEND_REQUEST, request(1, block(0, 3))),
+        (APPEND_REQUEST, together(request(1, block(0, 3)), request(2, block(3, 3)))),
         (SAMPLE_RESPONSE, pb.SampleResponse(row_count=1, keys=[1, 2], stored_at=[0.5], rows=b"rows")),
         (UPDATE_PRIORITIES_REQUEST, pb.UpdatePrioritiesRequest(run_id=RUN, keys=[3], priorities=[1.0])),
         (FOLLOW_RESPONSE, pb.FollowResponse(first_row=4, row_count=1, stored_at=[0.5], rows=b"rows")),
@@ -265,6 +269,48 @@ def test_a_client_is_served_by_replay_of_another_release(release: str, previous:
         assert proxy.message_count > 8
     finally:
         client.close()
+        proxy.close()
+
+
+@pytest.mark.parametrize(("release", "messages"), [("before", [1] * 4), ("this", [4])])
+def test_a_collector_sends_blocks_together_only_to_a_service_that_takes_them(
+    release: str, messages: list[int], previous: Previous, replay
+) -> None:
+    """A service of the release before would not see the blocks after the first."""
+    thread, client = replay
+    change = as_previous(previous) if release == "before" else lambda _, data: data
+    sent: list[int] = []
+
+    def noting(current: type[Any], data: bytes) -> bytes:
+        if current is pb.AppendRequest:
+            sent.append(1 + len(pb.AppendRequest.FromString(data).further_headers))
+        return change(current, data)
+
+    inserted = client.describe().inserted_row_count
+    proxy = SkewProxy(thread.config.replay.address, noting)
+    channel = open_channel(proxy.address, thread.config.rpc)
+    writer = BlockWriter(
+        channel,
+        run_id=RUN,
+        table=TABLE,
+        spec=SPEC,
+        collector_index=30 if release == "before" else 31,
+        collector_incarnation=1,
+        max_blocks_in_flight=4,
+        rpc=thread.config.rpc,
+        limiter_seconds=10,
+        metrics=CollectorMetrics(CollectorRegistry()),
+    )
+    for number in range(4):
+        writer.submit(block(10 * number, 10), lambda: False)
+    writer.start()
+    try:
+        wait_until(lambda: writer.in_flight == 0, "all blocks are acknowledged")
+        assert sent == messages
+        assert client.describe().inserted_row_count == inserted + 40
+    finally:
+        writer.close([], 0)
+        channel.close()
         proxy.close()
 
 

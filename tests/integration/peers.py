@@ -21,9 +21,16 @@ from paceline.config import RpcConfig
 from paceline.errors import ProtocolMismatchError, RunMismatchError
 from paceline.identity import PROTOCOL_VERSION, PolicyIdentity
 from paceline.rows import Column, RowSpec, block_from_wire, transition_spec
+from paceline.rpc.bulk import Bulk
 from paceline.rpc.server import server_options
 from paceline.rpc.status import code_of, metadata_of
-from paceline.rpc.wire import row_spec_from_wire, row_spec_to_wire, snapshot_header_to_wire
+from paceline.rpc.wire import (
+    SentBlock,
+    blocks_from_wire,
+    row_spec_from_wire,
+    row_spec_to_wire,
+    snapshot_header_to_wire,
+)
 from paceline.snapshot import SnapshotHeader, make_header, pack_state
 from paceline.v1 import (
     parameters_pb2,
@@ -191,10 +198,16 @@ class Learner(parameters_pb2_grpc.ParameterServiceServicer, run_pb2_grpc.RunServ
 
 
 class Replay(replay_pb2_grpc.ReplayServiceServicer):
-    """Keeps blocks in memory. `abort_every`: of every so many new blocks the last is stored, and its answer lost."""
+    """Keeps blocks in memory. `abort_every`: of every so many new blocks the last is stored, and its answer lost.
 
-    def __init__(self, *, abort_every: int = 0, complete_after_rows: int | None = None) -> None:
+    `max_blocks` is what it says that one request may have; more than that it refuses. 0: as an older service.
+    """
+
+    def __init__(self, *, abort_every: int = 0, complete_after_rows: int | None = None, max_blocks: int = 64) -> None:
         self.changed = threading.Condition()
+        self.max_blocks = max_blocks
+        self.messages: list[list[int]] = []
+        """The sequences of the blocks of each request."""
         self.blocks: list[replay_pb2.AppendRequest] = []
         self.known: dict[tuple[int, int], int] = {}
         self.duplicates = 0
@@ -228,42 +241,59 @@ class Replay(replay_pb2_grpc.ReplayServiceServicer):
 
     def OpenTable(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.spec = row_spec_from_wire(request.row_spec)
-        return replay_pb2.OpenTableResponse(row_bytes=self.spec.row_bytes, capacity_row_count=10**6)
+        return replay_pb2.OpenTableResponse(
+            row_bytes=self.spec.row_bytes, capacity_row_count=10**6, max_blocks_per_append=self.max_blocks
+        )
 
     def Append(self, requests: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         with self.changed:
             self.streams += 1
         for request in requests:
-            header = request.header
             if self.refusal is not None:
                 abort(context, self.refusal)
+            blocks = blocks_from_wire(Bulk(request, request.rows), max(1, self.max_blocks))
             with self.changed:
                 self.received += 1
+                self.messages.append([block.header.sequence for block in blocks])
                 self.changed.notify_all()
             while not self.open.wait(0.05):
                 if not context.is_active():
                     return
-            with self.changed:
-                assert self.spec is not None
-                block_from_wire(self.spec, header, request.rows)
-                sender = (header.collector_index, header.collector_incarnation)
-                duplicate = header.sequence <= self.known.get(sender, 0)
-                if duplicate:
-                    self.duplicates += 1
-                else:
-                    assert header.sequence == self.known.get(sender, 0) + 1, "a block is missing"
-                    self.known[sender] = header.sequence
-                    self.blocks.append(request)
-                self.changed.notify_all()
-            if not duplicate and self.abort_every and header.sequence % self.abort_every == 0:
+            answers: list[replay_pb2.AppendResponse] = []
+            is_lost = False
+            for block in blocks:
+                answer = self._store(block)
+                is_new = not answer.duplicate
+                is_lost = bool(is_new and self.abort_every and block.header.sequence % self.abort_every == 0)
+                if is_lost:
+                    break
+                answers.append(answer)
+            if answers:
+                answers[0].further.extend(answers[1:])
+                yield answers[0]
+            if is_lost:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "stored, and the answer is lost")
-            complete = self.complete_after_rows is not None and self.row_count >= self.complete_after_rows
-            yield replay_pb2.AppendResponse(
-                sequence=header.sequence,
-                stored_row_count=0 if duplicate else header.row_count,
-                duplicate=duplicate,
-                complete=complete,
-            )
+
+    def _store(self, block: SentBlock) -> replay_pb2.AppendResponse:
+        header, rows = block.header, bytes(block.payload)
+        with self.changed:
+            assert self.spec is not None
+            block_from_wire(self.spec, header, rows)
+            sender = (header.collector_index, header.collector_incarnation)
+            duplicate = header.sequence <= self.known.get(sender, 0)
+            if duplicate:
+                self.duplicates += 1
+            else:
+                assert header.sequence == self.known.get(sender, 0) + 1, "a block is missing"
+                self.known[sender] = header.sequence
+                self.blocks.append(replay_pb2.AppendRequest(header=header, rows=rows))
+            self.changed.notify_all()
+        return replay_pb2.AppendResponse(
+            sequence=header.sequence,
+            stored_row_count=0 if duplicate else header.row_count,
+            duplicate=duplicate,
+            complete=self.complete_after_rows is not None and self.row_count >= self.complete_after_rows,
+        )
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import grpc
@@ -102,6 +102,33 @@ def request(
         checksum=rows.checksum(),
     )
     return pb.AppendRequest(run_id=run_id, table=table, header=header, rows=rows.data.tobytes())
+
+
+def together(*requests: pb.AppendRequest) -> pb.AppendRequest:
+    """One request of the blocks of several."""
+    first, *further = requests
+    message = pb.AppendRequest(
+        run_id=first.run_id,
+        table=first.table,
+        header=first.header,
+        further_headers=[request.header for request in further],
+        rows=b"".join(request.rows for request in requests),
+    )
+    for header, request in zip((message.header, *message.further_headers), requests, strict=True):
+        header.payload_byte_count = len(request.rows)
+    return message
+
+
+def one_by_one(answers: Iterable[pb.AppendResponse]) -> list[pb.AppendResponse]:
+    """The acknowledgement of each block, whatever answer it came in."""
+    singles = []
+    for answer in answers:
+        for each in (answer, *answer.further):
+            single = pb.AppendResponse()
+            single.CopyFrom(each)
+            single.ClearField("further")
+            singles.append(single)
+    return singles
 
 
 class Client:

@@ -25,7 +25,7 @@ from paceline.replay import record as record_module
 from paceline.replay.archive import export_run
 from paceline.replay.archive_format import MAX_MANIFEST_BYTES
 from paceline.replay.archive_import import import_run
-from paceline.replay.log import LoggedBlock, LogState, Position, RedisLog
+from paceline.replay.log import BlockWrite, LoggedBlock, LogState, Position, RedisLog
 from paceline.replay.record import RunRecord
 from paceline.replay.store import RedisStore
 from paceline.rows import Block, Column, RowSpec
@@ -80,7 +80,7 @@ class Writer:
             first_row=self.next,
         )
         logged = LoggedBlock(self.next, ROWS, header.SerializeToString(), block.data.tobytes())
-        assert self.log.append(logged, header, removed=removed, sampled=self.sequence)
+        assert self.log.append([BlockWrite(logged, header, removed=removed, sampled=self.sequence)])
         self.next += ROWS
 
     def save(self) -> None:

@@ -13,10 +13,11 @@ from integration.waiting import wait_until
 from paceline.collector.metrics import CollectorMetrics
 from paceline.collector.writer import BlockWriter
 from paceline.config import RpcConfig
-from paceline.errors import LimiterTimeoutError, ReplacedError, RowSpecError
+from paceline.errors import InvalidInputError, LimiterTimeoutError, ReplacedError, RowSpecError
 from paceline.process import StopSignal
 from paceline.rows import Block, CompactForm, checksum_of
 from paceline.rpc.client import open_channel
+from paceline.v1 import replay_pb2
 
 NEVER = StopSignal()
 WINDOW = 4
@@ -101,7 +102,7 @@ def test_a_replay_service_that_comes_back_gets_what_it_lacks_and_no_more(start):
     replay, server, port = start.replay()
     writing = start.writing(port)
     writing.submit(0)
-    replay.wait_for(lambda replay: replay.row_count == 1)
+    wait_until(lambda: writing.writer.in_flight == 0)
     server.stop(0).wait()
     for number in range(1, 1 + WINDOW):
         writing.submit(number)
@@ -111,6 +112,90 @@ def test_a_replay_service_that_comes_back_gets_what_it_lacks_and_no_more(start):
         writing.submit(number)
     assert writing.writer.close([], 20) == 0
     assert numbers_in(replay) == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("max_blocks", "messages"),
+    [(64, [[1, 2, 3, 4]]), (3, [[1, 2, 3], [4]]), (1, [[1], [2], [3], [4]]), (0, [[1], [2], [3], [4]])],
+    ids=["many", "three", "one", "an older service"],
+)
+def test_blocks_that_wait_share_as_few_messages_as_the_service_takes(start, max_blocks, messages):
+    replay, server, port = start.replay(max_blocks=max_blocks)
+    server.stop(0).wait()
+    writing = start.writing(port)
+    for number in range(WINDOW):
+        writing.submit(number)
+    start.replay(replay, port=port)
+    assert writing.writer.close([], 20) == 0
+    assert replay.messages == messages
+    assert numbers_in(replay) == list(range(WINDOW))
+    assert writing.value("blocks_appended_total") == WINDOW
+    assert writing.value("bytes_appended_total") == WINDOW * PENDULUM.row_bytes
+
+
+def test_a_block_that_is_alone_goes_alone_and_waits_for_no_other(start):
+    replay, _, port = start.replay()
+    writing = start.writing(port)
+    for number in range(3):
+        writing.submit(number)
+        replay.wait_for(lambda replay, number=number: replay.row_count == number + 1)
+    assert replay.messages == [[1], [2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("payload_bytes", "rpc", "messages"),
+    [
+        ((400_000, 400_000, 400_000, 400_000), {}, [[1, 2], [3, 4]]),
+        ((600_000, 600_000, 300_000, 100_000), {}, [[1], [2, 3, 4]]),
+        ((100_000, 2_000_000, 100_000, 100_000), {}, [[1], [2], [3, 4]]),
+        ((30_000, 30_000, 30_000, 5_000), {"max_message_bytes": 1 << 17}, [[1, 2], [3, 4]]),
+    ],
+    ids=["equal", "unequal", "one larger than a message", "small messages"],
+)
+def test_what_shares_a_message_has_a_mebibyte_at_most(start, payload_bytes, rpc, messages):
+    replay, server, port = start.replay()
+    server.stop(0).wait()
+    writing = start.writing(port, **rpc)
+    for size in payload_bytes:
+        writing.submit(*range(size // PENDULUM.row_bytes))
+    start.replay(replay, port=port)
+    assert writing.writer.close([], 20) == 0
+    assert replay.messages == messages
+
+
+def test_after_a_cut_all_that_was_not_acknowledged_comes_again_and_shares_a_message(start):
+    replay, server, port = start.replay()
+    replay.open.clear()
+    writing = start.writing(port)
+    for number in range(WINDOW):
+        writing.submit(number)
+    wait_until(lambda: replay.received == 1)
+    server.stop(0).wait()
+    replay.open.set()
+    seen = len(replay.messages)
+    start.replay(replay, port=port)
+    assert writing.writer.close([], 20) == 0
+    assert replay.messages[seen:] == [[1, 2, 3, 4]]
+    assert numbers_in(replay) == list(range(WINDOW))
+
+
+@pytest.mark.parametrize("further", [[3], [2, 4], [1]], ids=["not the next", "more than were sent", "twice"])
+def test_an_answer_that_acknowledges_what_is_not_the_oldest_ends_the_writer(start, further):
+    replay, server, port = start.replay()
+    server.stop(0).wait()
+    replay.Append = lambda requests, context: (  # an unruly service
+        replay_pb2.AppendResponse(
+            sequence=1, further=[replay_pb2.AppendResponse(sequence=sequence) for sequence in further]
+        )
+        for _ in requests
+    )
+    writing = start.writing(port)
+    for number in range(WINDOW - 1):
+        writing.submit(number)
+    start.replay(replay, port=port)
+    wait_until(lambda: writing.writer.failed)
+    with pytest.raises(InvalidInputError, match="acknowledged block"):
+        writing.submit(WINDOW)
 
 
 def test_no_more_than_the_window_is_under_way_and_submit_waits_for_room(start):

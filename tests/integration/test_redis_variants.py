@@ -20,7 +20,7 @@ from paceline.errors import ConfigError, PacelineError, ServiceFailedError, Unav
 from paceline.local.embedded import EmbeddedRedis
 from paceline.local.issuing import issue
 from paceline.replay import link
-from paceline.replay.log import LoggedBlock, LogState, OutOfStepError, RedisLog
+from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepError, RedisLog
 from paceline.replay.store import RedisStore
 from paceline.rows import Column, RowSpec
 from paceline.v1 import rows_pb2
@@ -48,7 +48,7 @@ class Record:
     def append(self, number: int, *, removed: tuple[int, ...] = ()) -> bool:
         stamp = rows_pb2.BlockHeader(collector_incarnation=1, sequence=number + 1, row_count=ROWS)
         block = LoggedBlock(ROWS * number, ROWS, stamp.SerializeToString(), b"payload %d" % number * 1000)
-        return self.log.append(block, stamp, removed=removed, sampled=number)
+        return self.log.append([BlockWrite(block, stamp, removed=removed, sampled=number)]) == 1
 
     def numbers(self) -> list[int]:
         """Of the blocks, each of which must be whole."""

@@ -19,6 +19,7 @@ from integration.replay_harness import (
     block,
     make_config,
     request,
+    together,
     values_of,
     wait_until,
 )
@@ -85,7 +86,12 @@ def valid_messages() -> dict[str, list[bytes]]:
     compact = request(5, block(30, 10))
     compact.header.compact_stride = 1
     messages = {
-        "Append": [request(5, block(30, 10)), compact, request(6, block(0, 1), collector=255, incarnation=9)],
+        "Append": [
+            request(5, block(30, 10)),
+            compact,
+            request(6, block(0, 1), collector=255, incarnation=9),
+            together(request(5, block(30, 10)), request(6, block(40, 2)), request(7, block(42, 3), collector=254)),
+        ],
         "Sample": [
             pb.SampleRequest(run_id=RUN, table=TABLE, batch_size=8, batch_count=2, seed=3, row_details=True),
             pb.SampleRequest(run_id=RUN, table=TABLE, batch_size=200, batch_count=1, policy_version=9),
@@ -182,6 +188,7 @@ headers = st.builds(
     checksum=st.integers(0, 2**32 - 1),
     compact_stride=small,
     first_row=integers,
+    payload_byte_count=small,
 )
 columns = st.builds(
     rows_pb2.Column,
@@ -190,7 +197,12 @@ columns = st.builds(
     shape=st.lists(integers, max_size=10),
 )
 MESSAGES = {
-    "Append": message_of(pb.AppendRequest, header=headers, rows=st.binary(max_size=400)),
+    "Append": message_of(
+        pb.AppendRequest,
+        header=headers,
+        further_headers=st.lists(headers, max_size=3),
+        rows=st.binary(max_size=400),
+    ),
     "Sample": message_of(
         pb.SampleRequest, batch_size=small, batch_count=small, row_details=st.booleans(), policy_version=integers
     ),

@@ -9,6 +9,7 @@ import structlog
 from contract.faulty_redis import FaultyRedis
 from integration.replay_harness import (
     RUN,
+    SECONDS,
     SPEC,
     TABLE,
     Client,
@@ -17,8 +18,10 @@ from integration.replay_harness import (
     block,
     free_port,
     make_config,
+    one_by_one,
     request,
     retry,
+    together,
     values_in_redis,
     wait_until,
 )
@@ -30,6 +33,8 @@ from paceline.errors import (
     StoreReadOnlyError,
     UnavailableError,
 )
+from paceline.rows import Block, Column, RowSpec
+from paceline.rpc.status import raising
 from redis_servers import start_redis
 
 PREFIX = f"paceline:{{{RUN}}}:table:{TABLE}"
@@ -146,6 +151,67 @@ def test_a_block_whose_reply_was_lost_is_in_both_tiers_once(redis_server, redis_
     described = client.describe()
     assert (described.row_count, described.inserted_row_count) == (50, 50)
     assert set(client.sample_values(2000).tolist()) == set(range(50))
+
+
+@pytest.mark.parametrize("lost", [b"EXEC", b":block:40"], ids=["of the first", "of the second"])
+def test_blocks_of_a_message_whose_reply_was_lost_are_in_both_tiers_once(
+    redis_server, redis_client, faulty, serve, lost
+):
+    _, client = serve(make_config(faulty.url))
+    client.open()
+    client.append_rows(3)
+    faulty.lose_replies_to = lost
+    message = together(*(request(number + 1, block(10 * number, 10)) for number in (3, 4, 5)))
+    with pytest.raises(UnavailableError):
+        client.append(message)
+    assert faulty.lose_replies_to is None
+    assert redis_client.xlen(BLOCKS) == 4
+    answers = one_by_one(retry(lambda: client.append(message), (UnavailableError,)))
+    assert [(each.sequence, each.stored_row_count) for each in answers] == [(4, 10), (5, 10), (6, 10)]
+    assert answers[0].duplicate
+    assert values_in_redis(redis_client) == list(range(60))
+    assert set(client.sample_values(3000).tolist()) == set(range(60))
+
+
+def test_blocks_of_a_message_are_whole_though_the_reply_to_the_block_of_another_was_lost(
+    redis_server, redis_client, faulty, serve
+):
+    _, client = serve(make_config(faulty.url))
+    client.open()
+    client.append_rows(3)
+    faulty.lose_replies_to = b"EXEC"
+    other = request(1, block(30, 10), collector=1)
+    with pytest.raises(UnavailableError):
+        client.append(other)
+    # Memory is a block behind the record: the second block would come where the record expects one, the first does not.
+    message = together(request(4, block(40, 10)), request(5, block(50, 10)))
+    answers = one_by_one(retry(lambda: client.append(message), (UnavailableError,)))
+    assert [(each.duplicate, each.stored_row_count) for each in answers] == [(False, 10), (False, 10)]
+    assert client.append(other)[0].duplicate
+    assert values_in_redis(redis_client) == list(range(60))
+    assert set(client.sample_values(3000).tolist()) == set(range(60))
+
+
+def test_of_a_message_that_fills_redis_up_what_was_stored_is_acknowledged_and_the_rest_refused(
+    redis_server, redis_client, serve
+):
+    spec = RowSpec((Column("x", "uint8", (1 << 20,)),))
+    _, client = serve(make_config(redis_server.url, capacity=100))
+    client.open(spec)
+    requests = [request(number, Block.empty(spec, 1)) for number in range(1, 31)]
+    redis_client.config_set("maxmemory", int(redis_client.info("memory")["used_memory"]) + (16 << 20))
+    try:
+        stream = client.stub.Append(iter([together(*requests)]), timeout=SECONDS)
+        acknowledged = one_by_one([next(stream)])
+        with pytest.raises(StoreFullError), raising("replay"):
+            next(stream)
+    finally:
+        redis_client.config_set("maxmemory", 0)
+    assert 1 < len(acknowledged) < 30
+    assert redis_client.xlen(BLOCKS) == client.describe().row_count == len(acknowledged)
+    again = one_by_one(client.append(together(*requests)))
+    assert [each.duplicate for each in again] == [number < len(acknowledged) for number in range(30)]
+    assert redis_client.xlen(BLOCKS) == client.describe().row_count == 30
 
 
 @pytest.mark.parametrize(

@@ -19,21 +19,30 @@ from integration.replay_harness import (
     Client,
     block,
     make_config,
+    one_by_one,
     request,
+    together,
+    values_in_redis,
     wait_until,
 )
+from paceline.config import Config
 from paceline.errors import (
     BlockError,
+    InvalidInputError,
     LimiterTimeoutError,
+    ReplacedError,
     RowSpecError,
     RunMismatchError,
     TooManyStreamsError,
 )
 from paceline.replay.sampling import MESSAGE_BYTES
+from paceline.replay.service import MAX_BLOCKS_PER_APPEND
 from paceline.rows import Block, Column, RowSpec
 from paceline.rpc.bulk import APPEND_REQUEST, SAMPLE_RESPONSE, Bulk
+from paceline.rpc.status import raising
 from paceline.v1 import replay_pb2 as pb
 from paceline.v1 import rows_pb2
+from redis_record import keys_of_payloads, read_record
 
 
 class Bomb:
@@ -256,6 +265,218 @@ def test_bulk_peers_and_plain_protobuf_peers_understand_each_other(opened):
     (plain,) = client.sample(100)
     assert bytes(bulk.payload) == plain.rows
     assert bulk.head.row_count == plain.row_count == 100
+
+
+def test_blocks_that_share_a_message_are_acknowledged_together_and_lie_in_redis_as_if_they_had_come_alone(
+    opened, redis_client
+):
+    _, client = opened
+    assert client.open().max_blocks_per_append == MAX_BLOCKS_PER_APPEND
+    requests = [request(number + 1, block(10 * number, 10)) for number in range(3, 6)]
+    (answer,) = client.append(together(*requests))
+    assert [(each.sequence, each.stored_row_count, each.duplicate) for each in (answer, *answer.further)] == [
+        (4, 10, False),
+        (5, 10, False),
+        (6, 10, False),
+    ]
+    assert values_in_redis(redis_client) == list(range(60))
+    assert [header.payload_byte_count for header, _ in read_record(redis_client, RUN)] == [0] * 6
+    again = one_by_one(client.append(together(*requests)))
+    assert [(each.sequence, each.stored_row_count, each.duplicate) for each in again] == [
+        (4, 10, True),
+        (5, 10, True),
+        (6, 10, True),
+    ]
+    assert values_in_redis(redis_client) == list(range(60))
+
+
+def with_sizes(message: pb.AppendRequest, *sizes: int) -> pb.AppendRequest:
+    for header, size in zip((message.header, *message.further_headers), sizes, strict=True):
+        header.payload_byte_count = size
+    return message
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ((320, 280), "is 320, 280: expected 1 or more of each, and 640 together, the bytes of its rows"),
+        ((320, 360), "expected 1 or more of each, and 640 together"),
+        ((680, -40), "is 680, -40: expected 1 or more of each"),
+        ((640, 0), "is 640, 0: expected 1 or more of each"),
+        ((0, 0), "is 0, 0: expected 1 or more of each"),
+        ((2**63 - 1, 2**63 - 1), "and 640 together"),
+    ],
+)
+def test_of_a_message_whose_blocks_do_not_share_its_rows_out_nothing_is_stored(opened, sizes, text):
+    _, client = opened
+    message = with_sizes(together(request(4, block(30, 10)), request(5, block(40, 10))), *sizes)
+    with pytest.raises(InvalidInputError, match=text):
+        client.append(message)
+    assert client.describe().inserted_row_count == 30
+    assert raw(client, "Append", message.SerializeToString()).code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_of_a_message_of_more_blocks_than_it_may_have_nothing_is_stored(opened):
+    _, client = opened
+    requests = [request(4 + number, block(30 + number, 1)) for number in range(MAX_BLOCKS_PER_APPEND + 1)]
+    with pytest.raises(InvalidInputError, match="a request has 65 blocks: expected at most 64"):
+        client.append(together(*requests))
+    assert client.describe().inserted_row_count == 30
+    assert len(one_by_one(client.append(together(*requests[:-1])))) == MAX_BLOCKS_PER_APPEND
+    assert client.describe().inserted_row_count == 94
+
+
+@pytest.mark.parametrize(
+    ("change", "error_type"),
+    [
+        ({"row_count": 5}, BlockError),
+        ({"checksum": 1}, BlockError),
+        ({"collector_index": 256}, BlockError),
+        ({"row_spec_digest": b""}, RowSpecError),
+        ({"collector_index": 1, "collector_incarnation": 1}, ReplacedError),
+    ],
+    ids=["rows", "checksum", "collector", "spec", "replaced"],
+)
+def test_blocks_before_one_that_is_refused_are_stored_and_acknowledged_and_those_after_it_are_neither(
+    opened, redis_client, change, error_type
+):
+    replay, client = opened
+    client.append(request(1, block(30, 1), collector=1, incarnation=2))
+    requests = [request(4 + number, block(31 + number, 1)) for number in range(4)]
+    requests[2] = changed(requests[2], **change)
+    stream = client.stub.Append(iter([together(*requests)]), timeout=SECONDS)
+    acknowledged = one_by_one([next(stream)])
+    with pytest.raises(error_type), raising("replay"):
+        next(stream)
+    assert [(each.sequence, each.stored_row_count) for each in acknowledged] == [(4, 1), (5, 1)]
+    assert values_in_redis(redis_client) == list(range(33))
+    refused = {name: count for name, count in replay.metrics().items() if "refused_blocks_total" in name}
+    assert sum(refused.values()) == 1
+
+
+def test_blocks_that_are_known_are_acknowledged_though_one_after_them_is_refused(opened):
+    _, client = opened
+    client.append(request(1, block(30, 1), collector=1, incarnation=2))
+    message = together(request(2, block(10, 10)), request(3, block(20, 10)), request(2, block(0, 1), collector=1))
+    stream = client.stub.Append(iter([message]), timeout=SECONDS)
+    assert [(each.sequence, each.duplicate) for each in one_by_one([next(stream)])] == [(2, True), (3, True)]
+    with pytest.raises(ReplacedError), raising("replay"):
+        next(stream)
+
+
+def held_back_after_eleven_rows(redis_url: str, *, capacity: int = 10_000, **limiter: float) -> Config:
+    """Of blocks of 1, 10 and 10 rows the third waits until rows were sampled."""
+    return make_config(
+        redis_url,
+        capacity=capacity,
+        collector={"block_rows": min(10, capacity)},
+        limiter={"min_rows": 1, "window_rows": 200, **limiter},
+        learner={"updates": "strict", "batch_size": 10},
+    )
+
+
+ONE_TEN_TEN = (request(1, block(0, 1)), request(2, block(1, 10)), request(3, block(11, 10)))
+
+
+def test_blocks_are_not_acknowledged_later_because_one_after_them_waits_for_the_limiter(redis_server, serve):
+    replay, client = serve(held_back_after_eleven_rows(redis_server.url))
+    client.open()
+    stream = client.stub.Append(iter([together(*ONE_TEN_TEN)]), timeout=SECONDS)
+    assert [each.sequence for each in one_by_one([next(stream)])] == [1, 2]
+    assert client.describe().inserted_row_count == 11
+    client.sample(10, 10)
+    assert [each.sequence for each in one_by_one(stream)] == [3]
+    assert client.describe().inserted_row_count == 21
+    assert replay.metrics()[f'paceline_replay_limiter_wait_seconds_total{{side="insert",table="{TABLE}"}}'] > 0
+
+
+def test_blocks_before_one_that_waits_are_acknowledged_though_the_service_stops(redis_server, redis_client, serve):
+    replay, client = serve(held_back_after_eleven_rows(redis_server.url))
+    client.open()
+    stream = client.stub.Append(iter([together(*ONE_TEN_TEN)]), timeout=SECONDS)
+    acknowledged = one_by_one([next(stream)])
+    replay.stop_signal.set()
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stream)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert [each.sequence for each in acknowledged] == [1, 2]
+    replay.join()
+    assert values_in_redis(redis_client) == list(range(11))
+
+
+def test_a_block_that_the_limiter_holds_back_too_long_is_refused_and_no_rows_stay_set_aside(redis_server, serve):
+    # The first two blocks fill the table, so that the third, which passes with them, is stored after them.
+    config = held_back_after_eleven_rows(redis_server.url, capacity=8, deadline_seconds=0.05)
+    _, client = serve(config)
+    client.open()
+    message = together(request(1, block(0, 1)), *(request(number, block(5 * number - 9, 5)) for number in range(2, 5)))
+    stream = client.stub.Append(iter([message]), timeout=SECONDS)
+    assert [each.sequence for each in one_by_one([next(stream), next(stream)])] == [1, 2, 3]
+    with pytest.raises(LimiterTimeoutError, match="11 rows are inserted and 0 sampled"), raising("replay"):
+        next(stream)
+    client.sample(5, 20)
+    assert [each.duplicate for each in one_by_one(client.append(message))] == [True, True, True, False]
+    client.append(request(5, block(16, 5)))  # up to the very edge
+    assert client.describe().inserted_row_count == 21
+
+
+def shared_out(random: np.random.Generator, requests: list[pb.AppendRequest]) -> list[pb.AppendRequest]:
+    """The same blocks in the same order, in messages of one to six."""
+    messages = []
+    while requests:
+        count = int(random.integers(1, 7))
+        messages.append(together(*requests[:count]))
+        requests = requests[count:]
+    return messages
+
+
+@pytest.mark.parametrize(
+    "table", [{}, {"sampler": "prioritised", "remover": "lowest_priority"}], ids=["plain", "state"]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_blocks_share_a_message_the_same_rows_are_stored_as_one_by_one(
+    redis_server, redis_client, serve, seed, table
+):
+    random = np.random.default_rng(seed)
+    requests, sequences, first = [], [0, 0, 0], 0
+    for _ in range(60):
+        collector, count = int(random.integers(0, 3)), int(random.integers(1, 13))
+        if requests and random.random() < 0.2:
+            requests.append(requests[int(random.integers(len(requests)))])  # a block that comes again
+            continue
+        sequences[collector] += 1
+        requests.append(request(sequences[collector], block(first, count), collector=collector))
+        first += count
+    found = []
+    for name, messages in (("alone", requests), ("grouped", shared_out(random, requests))):
+        # Small enough for one message to have more rows than the table; and the run's limit cuts a block.
+        config = make_config(
+            redis_server.url,
+            run_id=name,
+            capacity=30,
+            table=table,
+            run={"id": name, "environment_steps": first - 20},
+        )
+        _, client = serve(config, run_id=name)
+        client.open()
+        for message in messages:
+            message.run_id = name
+        answers = one_by_one(client.append(*messages))
+        record = [
+            (header.first_row, header.row_count, header.sequence, header.checksum, payload)
+            for header, payload in read_record(redis_client, name)
+        ]
+        assert keys_of_payloads(redis_client, name) == {row for row, *_ in record}
+        described = client.describe()
+        found.append(
+            (
+                [(each.sequence, each.stored_row_count, each.duplicate) for each in answers],
+                record,
+                (described.row_count, described.inserted_row_count, described.first_row, described.log_bytes),
+            )
+        )
+    assert found[0] == found[1]
+    assert client.describe().inserted_row_count == first - 20
 
 
 def test_requests_sent_ahead_are_answered_ahead(opened):

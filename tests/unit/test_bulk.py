@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from paceline.errors import InvalidInputError
+from paceline.replay.service import MAX_BLOCKS_PER_APPEND
 from paceline.rpc.bulk import (
     FOLLOW_RESPONSE,
     SAMPLE_RESPONSE,
@@ -89,6 +90,24 @@ def test_a_matrix_of_rows_travels_as_its_bytes_and_is_not_copied_on_arrival():
     payload = APPEND.deserialize(data).payload
     assert bytes(payload) == matrix.tobytes()
     assert payload.obj is data
+
+
+@given(heads, st.lists(st.binary(max_size=100), max_size=5))
+def test_several_payloads_are_one_on_the_wire(head, pieces):
+    first, *further = pieces or [b""]
+    data = APPEND.serialize(Bulk(head, first, further=[memoryview(piece) for piece in further]))
+    assert data == APPEND.serialize(Bulk(head, b"".join(pieces)))
+
+
+def test_the_rows_of_as_many_blocks_as_a_message_may_have_are_not_copied_on_arrival():
+    header = rows_pb2.BlockHeader(sequence=1, row_count=2)
+    head = pb.AppendRequest(
+        run_id="run", table="t", header=header, further_headers=[header] * (MAX_BLOCKS_PER_APPEND - 1)
+    )
+    data = APPEND.serialize(Bulk(head, b"rows"))
+    bulk = APPEND.deserialize(data)
+    assert (bulk.head, bytes(bulk.payload)) == (head, b"rows")
+    assert bulk.payload.obj is data
 
 
 def test_fields_of_a_later_version_are_passed_over():

@@ -15,10 +15,10 @@ from paceline.config import RpcConfig
 from paceline.errors import DeadlineError, InvalidInputError, LimiterTimeoutError, NotFoundError, PacelineError
 from paceline.process import StopSignal
 from paceline.rows import Block, CompactForm, RowSpec, checksum_of
-from paceline.rpc.bulk import APPEND_REQUEST, Bulk
+from paceline.rpc.bulk import APPEND_REQUEST, MESSAGE_BYTES, Bulk
 from paceline.rpc.client import Backoff
 from paceline.rpc.status import RETRYABLE, raising
-from paceline.rpc.wire import row_spec_to_wire, timestamp
+from paceline.rpc.wire import SentBlock, blocks_to_wire, row_spec_to_wire, timestamp
 from paceline.telemetry import get_logger
 from paceline.v1 import replay_pb2, replay_pb2_grpc, rows_pb2
 
@@ -29,29 +29,23 @@ _JOIN_SECONDS = 1.0
 _STREAM_REUSE = 0.9
 """Share of a stream's deadline after which the writer ends it itself and opens the next."""
 
-AppendBulk = Bulk[replay_pb2.AppendRequest]
-
 
 @dataclass(frozen=True)
 class _Sealed:
-    request: AppendBulk
+    block: SentBlock
     sealed_at: float  # monotonic
 
     @property
     def sequence(self) -> int:
-        return self.request.head.header.sequence
+        return self.block.header.sequence
 
     @property
     def row_count(self) -> int:
-        return self.request.head.header.row_count
-
-    @property
-    def payload_bytes(self) -> int:
-        return len(self.request.payload)
+        return self.block.header.row_count
 
 
 class BlockWriter:
-    """Appends blocks on a thread of its own, over one stream.
+    """Appends blocks on a thread of its own, over one stream. Small ones that wait at once share a message.
 
     A block stays here until replay acknowledges it; after a cut every block that is still here is sent again with its
     old sequence, and replay knows which it has. `submit` waits while `max_blocks_in_flight` blocks are here: that is
@@ -90,6 +84,7 @@ class BlockWriter:
         self._run_id, self._table, self._spec = run_id, table, spec
         self._index, self._incarnation = collector_index, collector_incarnation
         self._window, self._rpc, self._metrics = max_blocks_in_flight, rpc, metrics
+        self._message_bytes, self._message_blocks = min(MESSAGE_BYTES, rpc.max_message_bytes // 2), 1
         self._form, self._stride = compact_form, compact_stride
         # A block may wait behind the others of the window, each of which the limiter may hold back.
         self._answer_seconds = limiter_seconds + rpc.deadline_seconds
@@ -128,7 +123,7 @@ class BlockWriter:
         Raises:
             PacelineError: replay refused a block for good; no later one can be stored in order.
         """
-        request = self._make_request(block)
+        sent = self._prepare(block)
         with self._changed:
             while self._failure is None and len(self._unacknowledged) >= self._window and not self.complete:
                 if ended():
@@ -138,16 +133,16 @@ class BlockWriter:
                 raise self._failure
             if self.complete:
                 return True  # no further row is wanted
-            self._enqueue(request)
+            self._enqueue(sent)
             return True
 
     def close(self, rest: Sequence[Block], seconds: float) -> int:
         """Send what is sealed, and `rest` after it, for at most `seconds`; rows that were not acknowledged."""
-        requests = [self._make_request(block) for block in rest]
+        prepared = [self._prepare(block) for block in rest]
         with self._changed:
             if self._failure is None and not self.complete:
-                for request in requests:
-                    self._enqueue(request)
+                for sent in prepared:
+                    self._enqueue(sent)
             self._closing = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._unacknowledged or self._failure is not None, seconds)
@@ -164,8 +159,8 @@ class BlockWriter:
             )
         return lost
 
-    def _make_request(self, block: Block) -> AppendBulk:
-        """What sends a block, in the form that is smaller, less its place in the order."""
+    def _prepare(self, block: Block) -> SentBlock:
+        """What is sent of a block, in the form that is smaller, less its place in the order."""
         compact = None if self._form is None else self._form.encode(block, self._stride)
         payload = block.data.reshape(-1) if compact is None else compact
         header = rows_pb2.BlockHeader(
@@ -176,15 +171,15 @@ class BlockWriter:
             checksum=checksum_of(payload.data),
             compact_stride=0 if compact is None else self._stride,
         )
-        return Bulk(replay_pb2.AppendRequest(run_id=self._run_id, table=self._table, header=header), payload)
+        return SentBlock(header, payload)
 
-    def _enqueue(self, request: AppendBulk) -> None:
-        request.head.header.sequence = self._next_sequence
-        request.head.header.sealed_at.CopyFrom(timestamp())
+    def _enqueue(self, sent: SentBlock) -> None:
+        sent.header.sequence = self._next_sequence
+        sent.header.sealed_at.CopyFrom(timestamp())
         self._next_sequence += 1
         if not self._unacknowledged:
             self._last_answer = time.monotonic()
-        self._unacknowledged.append(_Sealed(request, time.monotonic()))
+        self._unacknowledged.append(_Sealed(sent, time.monotonic()))
         self._metrics.blocks_in_flight.set(len(self._unacknowledged))
         self._changed.notify_all()
 
@@ -223,6 +218,7 @@ class BlockWriter:
                 f"{_PEER} lays a row of this table out in {answer.row_bytes} bytes: expected {self._spec.row_bytes}; "
                 "run the same version of Paceline on both sides"
             )
+        self._message_blocks = max(1, answer.max_blocks_per_append)
 
     def _stream(self) -> None:
         """Send over one stream until it is cut, grows old, or everything is acknowledged at the end."""
@@ -251,16 +247,19 @@ class BlockWriter:
                     ended.set()
                     self._changed.notify_all()
 
-    def _requests(self, ended: threading.Event) -> Iterator[AppendBulk]:
-        """What one stream sends: every unacknowledged block from the oldest on, then each new one."""
+    def _requests(self, ended: threading.Event) -> Iterator[Bulk[replay_pb2.AppendRequest]]:
+        """What one stream sends: every unacknowledged block from the oldest on, then each new one.
+
+        Blocks that wait at the same time share a message; none is waited for.
+        """
         sent, old_at = 0, time.monotonic() + self._rpc.stream_seconds * _STREAM_REUSE
         while True:
             with self._changed:
                 now = time.monotonic()
                 if ended.is_set() or self._abandoned.is_set() or now > old_at:
                     return
-                sealed = next((each for each in self._unacknowledged if each.sequence > sent), None)
-                if sealed is None:
+                blocks = self._next_blocks(sent)
+                if not blocks:
                     if self._closing and not self._unacknowledged:
                         return
                     late_at = self._last_answer + self._answer_seconds if self._unacknowledged else old_at
@@ -271,32 +270,50 @@ class BlockWriter:
                         return
                     self._changed.wait(min(late_at, old_at) - now + 0.001)
                     continue
-            yield sealed.request
-            sent = sealed.sequence
+            yield blocks_to_wire(self._run_id, self._table, blocks)
+            sent = blocks[-1].header.sequence
+
+    def _next_blocks(self, sent: int) -> list[SentBlock]:
+        """The oldest blocks after the one of sequence `sent`, as many as share a message. The lock is held."""
+        blocks: list[SentBlock] = []
+        payload_bytes = 0
+        for sealed in self._unacknowledged:
+            if sealed.sequence <= sent:
+                continue
+            payload_bytes += sealed.block.payload_bytes
+            if blocks and (payload_bytes > self._message_bytes or len(blocks) == self._message_blocks):
+                break
+            blocks.append(sealed.block)
+        return blocks
 
     def _acknowledge(self, answer: replay_pb2.AppendResponse) -> None:
+        answers = (answer, *answer.further)
         with self._changed:
             self._last_answer = time.monotonic()
-            if not self._unacknowledged or self._unacknowledged[0].sequence != answer.sequence:
-                expected = self._unacknowledged[0].sequence if self._unacknowledged else "none"
-                raise InvalidInputError(
-                    f"{_PEER} acknowledged block {answer.sequence}: expected {expected}, the oldest of this collector"
-                )
-            sealed = self._unacknowledged.popleft()
-            self.complete = self.complete or answer.complete
+            acknowledged = [self._take_acknowledged(each.sequence) for each in answers]
+            self.complete = self.complete or any(each.complete for each in answers)
             self._metrics.blocks_in_flight.set(len(self._unacknowledged))
             self._changed.notify_all()
-        self._metrics.append_seconds.observe(self._last_answer - sealed.sealed_at)
-        self._metrics.blocks_appended.inc()
-        self._metrics.rows_appended.inc(answer.stored_row_count)
-        if answer.duplicate:
-            self._metrics.duplicates.inc()
-        else:
-            self._metrics.bytes_appended.inc(sealed.payload_bytes)
+        for each, sealed in zip(answers, acknowledged, strict=True):
+            self._metrics.append_seconds.observe(self._last_answer - sealed.sealed_at)
+            self._metrics.blocks_appended.inc()
+            self._metrics.rows_appended.inc(each.stored_row_count)
+            if each.duplicate:
+                self._metrics.duplicates.inc()
+            else:
+                self._metrics.bytes_appended.inc(sealed.block.payload_bytes)
         self._backoff.reset()
         if self._outage:
             self._outage = False
             self._log.info("appends_resumed", sequence=answer.sequence)
+
+    def _take_acknowledged(self, sequence: int) -> _Sealed:
+        if not self._unacknowledged or self._unacknowledged[0].sequence != sequence:
+            expected = self._unacknowledged[0].sequence if self._unacknowledged else "none"
+            raise InvalidInputError(
+                f"{_PEER} acknowledged block {sequence}: expected {expected}, the oldest of this collector"
+            )
+        return self._unacknowledged.popleft()
 
     def _note_outage(self, error: PacelineError) -> None:
         reason = "limiter" if isinstance(error, LimiterTimeoutError) else "away"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.errors import ConflictError, InvalidInputError, NotFoundError, PacelineError
 from paceline.replay.archive_format import ArchiveReader, BlockEntry, Manifest, PageEntry, TableEntry
-from paceline.replay.log import PAGE_STEP, LoggedBlock, LogState, RedisLog
+from paceline.replay.log import PAGE_STEP, BlockWrite, LoggedBlock, LogState, RedisLog
 from paceline.replay.record import Progress, check_block, open_stores, remove_keys, require_empty
 from paceline.replay.store import FORMAT, RedisStore
 from paceline.rows import MAX_BLOCK_BYTES
@@ -147,7 +147,7 @@ def _write_table_record(archive: ArchiveReader, number: int, table: TableEntry, 
             end = block.first_row
             log.begin(LogState(state.row_spec, state.limiter_json, inserted=end))
         header = rows_pb2.BlockHeader.FromString(block.header)
-        if not log.append(block, header, removed=(), sampled=0, after=end):
+        if not log.append([BlockWrite(block, header, after=end)]):
             raise archive.error(f"the block of row {block.first_row} repeats one before it")
         end = block.end_row
         yield len(block.payload)

@@ -26,6 +26,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlencode, urlsplit, urlunsplit
@@ -67,6 +69,16 @@ _ABORTED = "Transaction discarded because of: "
 Argument = bytes | memoryview | str | int
 
 
+@dataclass(frozen=True)
+class ScriptCall:
+    """What a script gets."""
+
+    keys: Sequence[bytes]
+    arguments: Sequence[Argument]
+    before: Sequence[Argument] | None = None
+    """A command that is carried out right before it; both happen, or neither."""
+
+
 class RedisLink:
     """One Redis. Any number of threads may use it; each command takes a connection of its own."""
 
@@ -90,27 +102,20 @@ class RedisLink:
         self._refuse_while_paused(writes=False)
         return self._first_error_raised(self._exchange([arguments]))[0]
 
-    def run_script(
-        self,
-        script: Script,
-        keys: Sequence[bytes],
-        arguments: Sequence[Argument],
-        *,
-        before: Sequence[Argument] | None = None,
-    ) -> Any:
-        """Run a script that writes, which Redis need not know yet, and give what it returns.
+    def run_scripts(self, script: Script, calls: Sequence[ScriptCall]) -> list[Any]:
+        """Run a script that writes, which Redis need not know yet, once for each call; what each returned, in order.
 
-        Args:
-            script, keys, arguments: the script and what it gets.
-            before: a command that is carried out right before it; both happen, or neither.
+        All calls go to Redis in one write. One that fails ends what is given: each call must make sure itself that it
+        does nothing where the one before it failed, whose failure only another try tells.
 
         Raises:
-            PacelineError: what its failure stands for.
+            PacelineError: what the failure of the first call stands for. If Redis went away meanwhile, any number of
+                calls may have been carried out.
         """
         self._refuse_while_paused(writes=True)
-        if before is not None and self._failures:
+        if self._failures and any(call.before for call in calls):
             self._first_error_raised(self._exchange([("PING",)]))  # a block is not sent to a store that is still away
-        returned = self._call_script(script, keys, arguments, before)
+        returned = self._call_script(script, calls)
         self._failures, self._paused_until = 0, 0.0
         return returned
 
@@ -124,7 +129,7 @@ class RedisLink:
     def read_by_script(self, script: Script, keys: Sequence[bytes]) -> Any:
         """What a script that changes nothing returns: values of one moment. (A full Redis refuses transactions.)"""
         self._refuse_while_paused(writes=False)
-        return self._call_script(script, keys, [], None)
+        return self._call_script(script, [ScriptCall(keys, [])])[0]
 
     def close(self) -> None:
         """Close every connection."""
@@ -155,23 +160,22 @@ class RedisLink:
                     raise ConfigError(f"replay.redis_url {self.shown}: {name} is {path}: expected a file that exists")
         return pool
 
-    def _call_script(
-        self, script: Script, keys: Sequence[bytes], arguments: Sequence[Argument], before: Sequence[Argument] | None
-    ) -> Any:
-        rest = (len(keys), *keys, *arguments)
+    def _call_script(self, script: Script, calls: Sequence[ScriptCall]) -> list[Any]:
+        known: Sequence[Argument] = ("EVALSHA", script.sha)
 
-        def send(call: Sequence[Argument]) -> list[Any]:
-            return self._exchange([call] if before is None else [("MULTI",), before, call, ("EXEC",)])
+        def send(first: Sequence[Argument]) -> list[list[Any]]:
+            """The replies to each call; `first` names the script to Redis for the first one."""
+            names = [first, *[known] * (len(calls) - 1)]
+            commands = [_commands_of(name, call) for name, call in zip(names, calls, strict=True)]
+            replies = iter(self._exchange(list(chain.from_iterable(commands))))
+            return [list(islice(replies, len(each))) for each in commands]
 
-        def result(replies: list[Any]) -> Any:
-            inside = before is not None and isinstance(replies[-1], list)
-            return replies[-1][-1] if inside else replies[-1]
-
-        replies = send(("EVALSHA", script.sha, *rest))
-        if isinstance(result(replies), NoScriptError):
-            # Nothing of it ran; Redis has restarted, or this is its first time.
-            replies = send(("EVAL", script.text, *rest))
-        return result(self._first_error_raised(replies))
+        replies = send(known)
+        if isinstance(_result(replies[0]), NoScriptError):
+            # Nothing of it ran; Redis has restarted, or this is its first time. The later calls find it there.
+            replies = send(("EVAL", script.text))
+        self._first_error_raised(replies[0])
+        return [_result(each) for each in takewhile(lambda each: _first_error(each) is None, replies)]
 
     def _exchange(self, commands: Sequence[Sequence[Argument]], read: Callable[[Any], Any] | None = None) -> list[Any]:
         """Send commands in one go and `read` a reply to each; one that is an error is given as that."""
@@ -195,9 +199,9 @@ class RedisLink:
             raise self._as_error(error) from error
 
     def _first_error_raised(self, replies: list[Any]) -> list[Any]:
-        for reply in [*replies, *(replies[-1] if isinstance(replies[-1], list) else [])]:
-            if isinstance(reply, RedisError):
-                raise self._as_error(reply) from reply
+        error = _first_error(replies)
+        if error is not None:
+            raise self._as_error(error) from error
         if isinstance(self._pause_error, UnavailableError):
             self._paused_until = 0.0
         return replies
@@ -307,6 +311,22 @@ def _take_password_file(url: str) -> tuple[str, _PasswordFile | None]:
     # Of a Unix socket nothing but the path is left, which urlunsplit would write without its slashes.
     rest = rest if rest.startswith(f"{parts.scheme}://") else rest.replace(f"{parts.scheme}:", f"{parts.scheme}://", 1)
     return rest, _PasswordFile(unquote(parts.username or ""), Path(paths[-1]))
+
+
+def _commands_of(name: Sequence[Argument], call: ScriptCall) -> list[Sequence[Argument]]:
+    """What carries out a call of the script of that name."""
+    command = (*name, len(call.keys), *call.keys, *call.arguments)
+    return [command] if call.before is None else [("MULTI",), call.before, command, ("EXEC",)]
+
+
+def _result(replies: list[Any]) -> Any:
+    """What the script returned: the last reply, or within a transaction the last one of it."""
+    return replies[-1][-1] if len(replies) > 1 and isinstance(replies[-1], list) else replies[-1]
+
+
+def _first_error(replies: list[Any]) -> RedisError | None:
+    within = replies[-1] if isinstance(replies[-1], list) else []
+    return next((reply for reply in [*replies, *within] if isinstance(reply, RedisError)), None)
 
 
 def _read_reply(connection: Any) -> Any:

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from paceline.errors import PacelineError, ReplacedError, RowSpecError, UnavailableError
-from paceline.replay.link import Argument
+from paceline.replay.link import Argument, ScriptCall
 from paceline.replay.scripts import BEGIN, CLEAR, COMMIT, READ, RESTATE, SAVE
 from paceline.replay.store import FORMAT, RedisStore
 from paceline.rows import RowSpec
@@ -77,6 +78,26 @@ class LoggedBlock:
         return self.first_row + self.row_count
 
 
+@dataclass(frozen=True)
+class BlockWrite:
+    """A block to store, and what changes with it."""
+
+    block: LoggedBlock
+    """The record's next row becomes its `end_row`."""
+    header: rows_pb2.BlockHeader
+    """What `block.header` says."""
+    removed: Sequence[int] = ()
+    """First rows of the blocks that leave, in order: the oldest ones of the record, without a gap, those that were read
+    and found damaged among them."""
+    sampled: int = 0
+    consumed: int = 0
+    dropped: int = 0
+    """The counters with this block."""
+    after: int | None = None
+    """Key of the row that the record believes comes next, where a hole lies between it and the block; None: it is the
+    block's first row."""
+
+
 class IndexEntry(NamedTuple):
     """A block without its payload."""
 
@@ -86,7 +107,7 @@ class IndexEntry(NamedTuple):
 
 
 class RedisLog:
-    """The record of one table. One process at a time owns it, and appends one block at a time."""
+    """The record of one table. One process at a time owns it, and appends from one thread at a time."""
 
     def __init__(self, store: RedisStore, table: str) -> None:
         self._store, self._table = store, table
@@ -141,41 +162,39 @@ class RedisLog:
         keys = [self._owner, self._meta, self._spec, self._state, self._positions, self._blocks, self._pages]
         self._store.run_script(BEGIN, keys, arguments)
 
-    def append(
-        self,
-        block: LoggedBlock,
-        header: rows_pb2.BlockHeader,
-        *,
-        removed: Sequence[int],
-        sampled: int,
-        consumed: int = 0,
-        dropped: int = 0,
-        after: int | None = None,
-    ) -> bool:
-        """Store a block, remove others, set the counters; False: its collector's block was there already.
+    def append(self, writes: Sequence[BlockWrite]) -> int:
+        """Store blocks in order, each with what leaves for it and the counters; how many were stored.
 
-        Args:
-            block: the record's next row becomes its `end_row`.
-            header: what `block.header` says.
-            removed: first rows of the blocks that leave, in order: the oldest ones of the record, without a gap, those
-                that were read and found damaged among them.
-            sampled, consumed, dropped: the counters with this block.
-            after: key of the row that the record believes comes next, where a hole lies between it and the block;
-                otherwise it is the block's first row.
+        One that cannot be stored ends it: why it could not, its own call tells. 0: the first one's collector sent
+        nothing new, its block was there already.
 
         Raises:
-            OutOfStepError: the record's next row is another.
+            OutOfStepError: the record's next row is another than the first write says; if it had the first block
+                already, it may have those after it now.
             ReplacedError: a newer incarnation of its collector sent blocks, or another process owns the run.
             StoreFullError, StoreReadOnlyError: nothing was stored.
-            UnavailableError: whether it was stored is not known; `read_state` tells.
+            UnavailableError: how many were stored is not known; `read_state` tells.
         """
+        # All go to Redis at once: each is carried out only where the record has the one before it.
+        words = self._store.run_scripts(COMMIT, list(map(self._call, writes, [None, *writes])))
+        if words[0] == "replaced":
+            header = writes[0].header
+            raise ReplacedError(
+                f"collector {header.collector_index}: a newer incarnation than {header.collector_incarnation} took over"
+            )
+        _require_in_step(words[0])
+        return sum(1 for _ in takewhile(lambda word: word == "stored", words))
+
+    def _call(self, write: BlockWrite, before: BlockWrite | None) -> ScriptCall:
+        block, header, removed = write.block, write.header, write.removed
         arguments: list[Argument] = [
             self._store.token,
-            *_digits(block.first_row if after is None else after, block.first_row, block.end_row),
+            *_digits(block.first_row if write.after is None else write.after, block.first_row, block.end_row),
             *_digits(header.collector_index, header.collector_incarnation, header.sequence, header.row_count),
-            *_digits(sampled, consumed, dropped, removed[-1] if removed else -1),
+            *_digits(write.sampled, write.consumed, write.dropped, removed[-1] if removed else -1),
             block.header,
             len(block.payload),
+            *(() if before is None else _position_arguments(before.header.collector_index, _position_of(before))),
         ]
         keys = [
             *(self._owner, self._state, self._positions, self._blocks, self._staged, self._payload % block.first_row),
@@ -183,13 +202,7 @@ class RedisLog:
         ]
         # Lua would copy a large argument twice, so the payload goes beside the script, into a key that no block has:
         # what a refused block brought must never take the place of one that is there.
-        word = self._store.run_script(COMMIT, keys, arguments, before=("SET", self._staged, block.payload))
-        if word == "replaced":
-            raise ReplacedError(
-                f"collector {header.collector_index}: a newer incarnation than {header.collector_incarnation} took over"
-            )
-        _require_in_step(word)
-        return word == "stored"
+        return ScriptCall(keys, arguments, before=("SET", self._staged, block.payload))
 
     def save(
         self,
@@ -208,7 +221,7 @@ class RedisLog:
 
         Args:
             inserted: what the record is expected to say; it is not changed.
-            removed: as in `append`.
+            removed: as in `BlockWrite`.
             pages: what `read_pages` is to give for each page.
             first_page: pages before it leave.
 
@@ -322,9 +335,18 @@ def _require_in_step(word: str) -> None:
 def _state_arguments(state: LogState) -> list[bytes]:
     arguments = _digits(state.inserted, state.sampled, state.consumed, state.dropped)
     for collector, position in state.positions.items():
-        text = b"%d %d %d" % (position.incarnation, position.sequence, position.stored_row_count)
-        arguments += [b"%d" % collector, text]
+        arguments += _position_arguments(collector, position)
     return arguments
+
+
+def _position_of(write: BlockWrite) -> Position:
+    header = write.header
+    return Position(header.collector_incarnation, header.sequence, header.row_count)
+
+
+def _position_arguments(collector: int, position: Position) -> list[bytes]:
+    text = b"%d %d %d" % (position.incarnation, position.sequence, position.stored_row_count)
+    return [b"%d" % collector, text]
 
 
 def _digits(*values: int) -> list[bytes]:

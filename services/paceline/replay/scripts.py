@@ -49,7 +49,8 @@ COMMIT = Script(
 -- Comes right after a SET of KEYS[5], in one transaction.
 -- KEYS owner, state, positions, blocks, staged, payload of this block, then payloads that leave
 -- ARGV owner, key of the next row, first row, end row, collector, incarnation, sequence, rows stored, sampled,
---      consumed, dropped, first row of the last block that leaves, header, bytes of the payload
+--      consumed, dropped, first row of the last block that leaves, header, bytes of the payload, then of the block that
+--      came before it in one message, if any, collector and position, which must be there
 local function refuse(word)
   redis.call('UNLINK', KEYS[5])
   return word
@@ -58,6 +59,8 @@ local owner = redis.call('GET', KEYS[1])
 if not owner then return refuse('lost') end
 if owner ~= ARGV[1] then return refuse('fenced') end
 if redis.call('HGET', KEYS[2], 'inserted') ~= ARGV[2] then return refuse('out_of_step') end
+-- The record may be ahead of its owner by another block, and so be where this one belongs though the one before failed.
+if ARGV[15] and redis.call('HGET', KEYS[3], ARGV[15]) ~= ARGV[16] then return refuse('out_of_step') end
 local incarnation, sequence = string.match(redis.call('HGET', KEYS[3], ARGV[5]) or '0 0 0', '^(%d+) (%d+)')
 incarnation, sequence = tonumber(incarnation), tonumber(sequence)
 if tonumber(ARGV[6]) < incarnation then return refuse('replaced') end

@@ -6,7 +6,7 @@ never copied out of the message that brought them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -33,15 +33,18 @@ from paceline.replay.following import MAX_COUNT, check_progress, follow_messages
 from paceline.replay.metrics import APPEND_ACTIVITIES, FOLLOW_ACTIVITIES, SAMPLE_ACTIVITIES, ReplayMetrics
 from paceline.replay.sampling import Credit, sample_messages
 from paceline.replay.streams import Streams
+from paceline.replay.table import Appended
 from paceline.replay.tables import Tables
 from paceline.rpc.bulk import APPEND_REQUEST, FOLLOW_RESPONSE, SAMPLE_RESPONSE, UPDATE_PRIORITIES_REQUEST, Bulk
-from paceline.rpc.wire import row_spec_from_wire, timestamp
+from paceline.rpc.wire import SentBlock, blocks_from_wire, row_spec_from_wire, timestamp
 from paceline.tables.limiter import Ended
 from paceline.telemetry import ActivityClock
 from paceline.v1 import replay_pb2 as pb
 from paceline.v1 import times_pb2
 
 SERVICE = "paceline.v1.ReplayService"
+MAX_BLOCKS_PER_APPEND = 64
+"""Where blocks are so small that a message could have more, what a message costs no longer counts."""
 
 _REASONS: dict[type[PacelineError], str] = {
     RunMismatchError: "run",
@@ -92,7 +95,11 @@ class ReplayService:
         self._admit(request.run_id)
         self._tables.learner.take(request.learner_id, request.learner_incarnation, has_rows=self._tables.has_rows())
         table = self._tables.open(request.table, row_spec_from_wire(request.row_spec))
-        return pb.OpenTableResponse(row_bytes=table.spec.row_bytes, capacity_row_count=table.capacity_rows)
+        return pb.OpenTableResponse(
+            row_bytes=table.spec.row_bytes,
+            capacity_row_count=table.capacity_rows,
+            max_blocks_per_append=MAX_BLOCKS_PER_APPEND,
+        )
 
     def append(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[pb.AppendResponse]:
         """Serve Append."""
@@ -101,9 +108,9 @@ class ReplayService:
             for data in stream.receive(requests):
                 clock.switch("check")
                 with self._counting_refusals():
-                    response = self._append_one(data, stream.why_ended, clock)
-                clock.switch("receive")
-                yield response
+                    for appended in self._append_blocks(data, stream.why_ended, clock):
+                        clock.switch("receive")
+                        yield _acknowledge(appended)
 
     def sample(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Bulk[pb.SampleResponse]]:
         """Serve Sample."""
@@ -154,11 +161,15 @@ class ReplayService:
         require_same_run(self._run_id, run_id)
         self._tables.require_ready()
 
-    def _append_one(self, data: bytes, ended: Ended, clock: ActivityClock) -> pb.AppendResponse:
-        bulk = APPEND_REQUEST.deserialize(data)
-        request, header = bulk.head, bulk.head.header
-        self._admit(request.run_id)
-        table = self._tables[request.table]
+    def _append_blocks(self, data: bytes, ended: Ended, clock: ActivityClock) -> Iterator[list[Appended]]:
+        request = APPEND_REQUEST.deserialize(data)
+        self._admit(request.head.run_id)
+        table = self._tables[request.head.table]
+        blocks = blocks_from_wire(request, MAX_BLOCKS_PER_APPEND)
+        return table.append(map(self._admit_block, blocks), ended, clock)
+
+    def _admit_block(self, sent: SentBlock) -> SentBlock:
+        header = sent.header
         if not 0 <= header.collector_index < self._max_collectors:
             raise BlockError(
                 f"collector_index {header.collector_index}: expected 0 to {self._max_collectors - 1}, "
@@ -169,13 +180,7 @@ class ReplayService:
                 f"a block has collector_incarnation {header.collector_incarnation} and sequence {header.sequence}: "
                 f"expected 1 or more, and a sequence below {MAX_COUNT}"
             )
-        done = table.append(header, memoryview(bulk.payload), ended, clock)  # type: ignore[arg-type]
-        return pb.AppendResponse(
-            sequence=header.sequence,
-            stored_row_count=done.stored_row_count,
-            duplicate=done.duplicate,
-            complete=done.complete,
-        )
+        return sent
 
     def _parse_sample(self, data: bytes) -> pb.SampleRequest:
         request = _parse(pb.SampleRequest, data)
@@ -225,6 +230,21 @@ class ReplayService:
             reason = next((reason for cls, reason in _REASONS.items() if isinstance(error, cls)), "other")
             self._metrics.refused_blocks.labels(reason).inc()
             raise
+
+
+def _acknowledge(appended: Sequence[Appended]) -> pb.AppendResponse:
+    first, *further = (
+        pb.AppendResponse(
+            sequence=done.sequence,
+            stored_row_count=done.stored_row_count,
+            duplicate=done.duplicate,
+            complete=done.complete,
+        )
+        for done in appended
+    )
+    if further:
+        first.further.extend(further)
+    return first
 
 
 def _parse(message_type: type[MessageT], data: bytes) -> MessageT:

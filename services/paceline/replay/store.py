@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.errors import ConfigError, ConflictError, PacelineError, ReplacedError, UnavailableError
 from paceline.replay.durability import describe_durability, parse_info
-from paceline.replay.link import Argument, RedisLink
+from paceline.replay.link import Argument, RedisLink, ScriptCall
 from paceline.replay.scripts import Script
 from paceline.replay.values import Values
 from paceline.telemetry import get_logger
@@ -145,13 +145,20 @@ class RedisStore:
             ReplacedError: another process owns the run.
             PacelineError: what its failure stands for.
         """
-        word = bytes(self._link.run_script(script, keys, arguments, before=before)).decode()
-        if word == "fenced":
+        return self.run_scripts(script, [ScriptCall(keys, arguments, before)])[0]
+
+    def run_scripts(self, script: Script, calls: Sequence[ScriptCall]) -> list[str]:
+        """Run a script that writes once for each call, and give the words that it ends in, up to the first that failed.
+
+        Raises: as `run_script` does, where the first call fails.
+        """
+        words = [bytes(word).decode() for word in self._link.run_scripts(script, calls)]
+        if words[0] == "fenced":
             self.fenced.set()
             raise ReplacedError(
                 f"another replay process has taken over run {self._run_id!r}; this one no longer stores rows and stops"
             )
-        return word
+        return words
 
     def close(self) -> None:
         """Close every connection."""

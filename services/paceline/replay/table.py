@@ -1,6 +1,6 @@
 """One table: what it takes, what it knows already, and when the limiter lets it pass.
 
-An append goes to Redis first, then to memory, then it is acknowledged, one block at a time. Sampling touches memory
+An append goes to Redis first, then to memory, then it is acknowledged, one caller at a time. Sampling touches memory
 alone, so it goes on while Redis is away.
 """
 
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +22,16 @@ from paceline.errors import (
     ConflictError,
     InvalidInputError,
     PacelineError,
+    ReplacedError,
     UnavailableError,
 )
 from paceline.replay.draws import Draws
 from paceline.replay.followers import Followers
 from paceline.replay.log import LogState, OutOfStepError, RedisLog
 from paceline.replay.metrics import TableMetrics
-from paceline.replay.tiers import Tiers
-from paceline.rows import Block, ByteMatrix, RowSpec, block_from_wire, find_non_finite
+from paceline.replay.tiers import CheckedBlock, Tiers
+from paceline.rows import ByteMatrix, RowSpec, block_from_wire, find_non_finite
+from paceline.rpc.wire import SentBlock
 from paceline.tables.limiter import Ended, Limiter, LimiterSettings
 from paceline.tables.memory import MemorySettings
 from paceline.telemetry import ActivityClock, get_logger
@@ -44,6 +47,7 @@ LOOK_SECONDS = 0.2
 class Appended:
     """What became of a block."""
 
+    sequence: int
     stored_row_count: int
     duplicate: bool
     complete: bool
@@ -111,10 +115,14 @@ class Table:
         """Its rows in memory and Redis; to look at."""
         return self._tiers
 
-    def append(
-        self, header: rows_pb2.BlockHeader, payload: bytes | memoryview, ended: Ended, clock: ActivityClock
-    ) -> Appended:
-        """Store a block in Redis and in memory.
+    def append(self, sent: Iterable[SentBlock], ended: Ended, clock: ActivityClock) -> Iterator[list[Appended]]:
+        """Store blocks in Redis and in memory, in order.
+
+        Gives what became of each, of as many at once as could be stored without a wait between them. Where one fails,
+        what became of those before it is given first, and none after it is stored.
+
+        Args:
+            sent: what it raises itself counts as the failure of the block that would come next.
 
         Raises:
             RowSpecError, BlockError: it is not a block of this table, or holds what the table refuses.
@@ -123,30 +131,18 @@ class Table:
             StoreFullError, StoreReadOnlyError: Redis refused it; nothing was stored.
             UnavailableError: Redis is away; whether it was stored is not known, and a repeat finds out.
         """
-        block = self._check(header, payload)
-        self._wait_until_whole(ended)
-        done = self._find_known(header)
-        if done is not None:
-            return done
-        clock.switch("limiter")
-        with self.metrics.waiting_for_limiter("insert"):
-            self.limiter.reserve_insert(block.row_count, ended)
-        reserved = block.row_count
+        blocks: list[CheckedBlock] = []
+        failure: PacelineError | None = None
         try:
-            clock.switch("store")
-            with self._one_at_a_time():
-                done = self._find_known(header)  # the same block may have come by another stream meanwhile
-                if done is None:
-                    done = self._store(header, block, payload, clock)
-                self.limiter.settle_insert(reserved, 0 if done.duplicate else done.stored_row_count)
-                reserved = 0
-        finally:
-            if reserved:
-                self.limiter.settle_insert(reserved, 0)
-        if self._tiers.complete:
-            self.limiter.complete()
-        self.wake()
-        return done
+            blocks.extend(map(self._check, sent))
+        except PacelineError as error:
+            failure = error
+        while blocks:
+            done = self._append_some(blocks, ended, clock)
+            yield done
+            del blocks[: len(done)]
+        if failure is not None:
+            raise failure
 
     def update_priorities(self, keys: npt.NDArray[np.int64], priorities: npt.NDArray[np.float32]) -> int:
         """Set priorities of rows; how many of the keys are of rows that are there.
@@ -276,7 +272,46 @@ class Table:
         with self.changed:
             self.changed.notify_all()
 
-    def _check(self, header: rows_pb2.BlockHeader, payload: bytes | memoryview) -> Block:
+    def _append_some(self, blocks: Sequence[CheckedBlock], ended: Ended, clock: ActivityClock) -> list[Appended]:
+        """Store the first block, and those after it that need not wait; what became of them.
+
+        One that fails after the first is left for the next call, which finds out why.
+        """
+        self._wait_until_whole(ended)
+        known = self._answer_known(blocks)
+        if known:
+            return known
+        clock.switch("limiter")
+        with self.metrics.waiting_for_limiter("insert"):
+            self.limiter.reserve_insert(blocks[0].row_count, ended)
+        passed = [blocks[0], *takewhile(self._passes_at_once, blocks[1:])]
+        reserved, stored = sum(block.row_count for block in passed), 0
+        try:
+            clock.switch("store")
+            with self._one_at_a_time():
+                # The same blocks may have come by another stream meanwhile.
+                done = self._answer_known(passed) or self._store(passed, clock)
+                stored = sum(each.stored_row_count for each in done if not each.duplicate)
+                self.limiter.settle_insert(reserved, stored)
+                reserved = 0
+        finally:
+            if reserved:
+                self.limiter.settle_insert(reserved, 0)
+        if self._tiers.complete:
+            self.limiter.complete()
+        self.wake()
+        return done
+
+    def _passes_at_once(self, block: CheckedBlock) -> bool:
+        """Whether the limiter lets a block pass without a wait; then its rows are set aside."""
+        try:
+            self.limiter.reserve_insert(block.row_count, ended=_not_now)
+        except PacelineError:
+            return False
+        return True
+
+    def _check(self, sent: SentBlock) -> CheckedBlock:
+        header, payload = sent.header, memoryview(sent.payload)  # type: ignore[arg-type]
         self.memory.require_fits(header.row_count)
         block = block_from_wire(self.spec, header, payload)
         if not self.config.allow_non_finite:
@@ -286,7 +321,22 @@ class Table:
                     f"column {column!r} of block {header.sequence} of collector {header.collector_index} holds a NaN "
                     "or an infinity: expected finite values; mend the environment, or set allow_non_finite of the table"
                 )
-        return block
+        return CheckedBlock(header, payload, block)
+
+    def _answer_known(self, blocks: Sequence[CheckedBlock]) -> list[Appended]:
+        """What became of the first of these blocks, as many as need no storing. Raises ReplacedError for the first."""
+        known: list[Appended] = []
+        for block in blocks:
+            try:
+                done = self._find_known(block.header)
+            except ReplacedError:
+                if known:
+                    break
+                raise
+            if done is None:
+                break
+            known.append(done)
+        return known
 
     def _find_known(self, header: rows_pb2.BlockHeader) -> Appended | None:
         """The answer to a block that needs no storing, or None."""
@@ -294,21 +344,23 @@ class Table:
         if last is not None:
             self.metrics.duplicate_blocks.inc()
             is_last = header.sequence == last.sequence
-            return Appended(last.stored_row_count if is_last else header.row_count, True, self.complete)
-        return Appended(0, False, True) if self.complete else None
+            row_count = last.stored_row_count if is_last else header.row_count
+            return Appended(header.sequence, row_count, True, self.complete)
+        return Appended(header.sequence, 0, False, True) if self.complete else None
 
-    def _store(
-        self, header: rows_pb2.BlockHeader, block: Block, payload: bytes | memoryview, clock: ActivityClock
-    ) -> Appended:
+    def _store(self, blocks: Sequence[CheckedBlock], clock: ActivityClock) -> list[Appended]:
         try:
-            stored = self._tiers.store(header, block, payload, clock, sampled=self.limiter.sampled)
+            stored = self._tiers.store(blocks, clock, sampled=self.limiter.sampled)
         except OutOfStepError:
             self._bring_together()
-            done = self._find_known(header)
-            if done is not None:
-                return done
-            stored = self._tiers.store(header, block, payload, clock, sampled=self.limiter.sampled)
-        return Appended(stored, False, self.complete)
+            known = self._answer_known(blocks)
+            if known:
+                return known
+            stored = self._tiers.store(blocks, clock, sampled=self.limiter.sampled)
+        return [
+            Appended(block.header.sequence, row_count, False, self.complete)
+            for block, row_count in zip(blocks, stored, strict=False)
+        ]
 
     def _keep(self, *, all_pages: bool = False) -> None:
         try:
@@ -355,3 +407,8 @@ class Table:
             yield
         finally:
             self._appending.release()
+
+
+def _not_now() -> PacelineError:
+    """Ends a wait before it begins."""
+    return UnavailableError("the limiter does not let the block pass now")

@@ -1,6 +1,6 @@
 """The rows of one table in both tiers, Redis and memory, kept equal.
 
-A block goes to Redis first, then to memory. Where the two differ afterwards (a reply was lost, Redis came back without
+Blocks go to Redis first, then to memory. Where the two differ afterwards (a reply was lost, Redis came back without
 its last second), `bring_together` mends it. One caller at a time writes; memory may be sampled meanwhile.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
@@ -16,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from paceline.errors import BlockError, PacelineError, ReplacedError, UnavailableError
 from paceline.replay.blocks import HeldBlock, HeldBlocks
-from paceline.replay.log import LoggedBlock, LogState, OutOfStepError, Position, RedisLog
+from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepError, Position, RedisLog
 from paceline.replay.metrics import TableMetrics
 from paceline.replay.pages import Pages
 from paceline.replay.positions import Positions
@@ -26,6 +27,34 @@ from paceline.rpc.wire import seconds_of, timestamp
 from paceline.tables.memory import MemorySettings, TableMemory
 from paceline.telemetry import ActivityClock, get_logger
 from paceline.v1 import rows_pb2
+
+
+@dataclass(frozen=True)
+class CheckedBlock:
+    """A block that may be stored: header and payload as they were sent, and its rows."""
+
+    header: rows_pb2.BlockHeader
+    payload: memoryview
+    block: Block
+
+    @property
+    def row_count(self) -> int:
+        """Rows as they were sent."""
+        return self.block.row_count
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A block on its way into both tiers, cut at the limit of rows, and what leaves for it."""
+
+    write: BlockWrite
+    block: Block
+    leaving: list[HeldBlock]
+
+    @property
+    def held(self) -> HeldBlock:
+        logged = self.write.block
+        return HeldBlock(logged.first_row, logged.row_count, len(logged.payload), logged.header)
 
 
 class Tiers:
@@ -105,61 +134,79 @@ class Tiers:
             self._pages.restore(page, data)
         self._show()
 
-    def store(
-        self,
-        header: rows_pb2.BlockHeader,
-        block: Block,
-        payload: bytes | memoryview,
-        clock: ActivityClock,
-        *,
-        sampled: int,
-    ) -> int:
-        """Store a block, cut at the limit of rows, in Redis and in memory; how many of its rows.
+    def store(self, blocks: Sequence[CheckedBlock], clock: ActivityClock, *, sampled: int) -> list[int]:
+        """Store the first block, and those after it that can be stored together with it, in Redis and in memory.
 
-        Args:
-            payload: the block as it was sent, in the form that the header names.
+        How many rows of each block that was stored: the last one may be cut at the limit of rows. Why no further one
+        was, another call finds out.
 
         Raises:
             OutOfStepError: the two differ; `bring_together`, and see whether the block is there already.
             ReplacedError, StoreFullError, StoreReadOnlyError: nothing was stored.
-            UnavailableError: whether Redis has it is not known; the next call finds out.
+            UnavailableError: how many Redis has is not known; the next call finds out.
         """
-        if self._row_limit is not None and self.inserted + block.row_count > self._row_limit:
-            block = block.first(self._row_limit - self.inserted)
-            payload = block.data.data.cast("B")
-            header.row_count, header.checksum, header.compact_stride = block.row_count, block.checksum(), 0
-        header.first_row = self.inserted
-        header.stored_at.CopyFrom(timestamp())
-        leaving = self._leaving(self.memory.first_row_after(block.row_count), self.inserted + block.row_count)
-        dropped = self.dropped + sum(self._undelivered(held) for held in leaving)
-        held = HeldBlock(self.inserted, block.row_count, len(payload), header.SerializeToString())
+        planned = self._plan(blocks, sampled)
         began = time.perf_counter()
         try:
-            stored = self._log.append(
-                LoggedBlock(held.first_row, held.row_count, held.header or b"", payload),
-                header,
-                removed=[left.first_row for left in leaving],
-                sampled=sampled,
-                consumed=self.consumed,
-                dropped=dropped,
-                after=self._recorded,
-            )
+            stored = self._log.append([each.write for each in planned])
         except ReplacedError as error:
             raise (_moved(error) if self._log.replaced else error) from error
         if not stored:
             raise OutOfStepError(f"the record of table {self._name!r} has a block that memory does not know of, retry")
-        self._metrics.redis_append_seconds.observe(time.perf_counter() - began)
+        redis_seconds = time.perf_counter() - began
         clock.switch("memory")
+        for each in planned[:stored]:
+            self._metrics.redis_append_seconds.observe(redis_seconds)
+            self._store_in_memory(each)
+        return [each.block.row_count for each in planned[:stored]]
+
+    def _plan(self, blocks: Sequence[CheckedBlock], sampled: int) -> list[_Planned]:
+        """What stores the first block, and those after it for which no other of them must leave."""
+        planned: list[_Planned] = []
+        inserted, recorded, left, dropped = self.inserted, self._recorded, 0, self.dropped
+        for checked in blocks:
+            header, payload, block = rows_pb2.BlockHeader(), checked.payload, checked.block
+            header.CopyFrom(checked.header)  # what is planned and does not come about leaves no trace
+            room = None if self._row_limit is None else self._row_limit - inserted
+            come = inserted - self.inserted + block.row_count
+            if planned and (room == 0 or come > self.memory.settings.capacity_rows):
+                break
+            if room is not None and block.row_count > room:
+                block = block.first(room)
+                payload = block.data.data.cast("B")
+                header.row_count, header.checksum, header.compact_stride = room, block.checksum(), 0
+                come = inserted - self.inserted + room
+            header.first_row = inserted
+            header.stored_at.CopyFrom(timestamp())
+            # The oldest ones first, so with those that leave for the blocks before this one.
+            leaving = self._leaving(self.memory.first_row_after(come), inserted + block.row_count)[left:]
+            dropped += sum(self._undelivered(held) for held in leaving)
+            write = BlockWrite(
+                LoggedBlock(inserted, block.row_count, header.SerializeToString(), payload),
+                header,
+                removed=[held.first_row for held in leaving],
+                sampled=sampled,
+                consumed=self.consumed,
+                dropped=dropped,
+                after=recorded,
+            )
+            planned.append(_Planned(write, block, leaving))
+            left += len(leaving)
+            inserted = recorded = write.block.end_row
+        return planned
+
+    def _store_in_memory(self, planned: _Planned) -> None:
+        """Redis has the block."""
+        block, header, held = planned.block, planned.write.header, planned.held
         self.positions.note_gap(header)
-        self._blocks.remove(leaving)
-        self._count_dropped(dropped)
+        self._blocks.remove(planned.leaving)
+        self._count_dropped(planned.write.dropped)
         self._add(held, header, block)
         self._recorded = self.inserted = held.end_row
         self._metrics.appended_rows.inc(block.row_count)
         self._metrics.appended_blocks.inc()
         self._metrics.appended_bytes.inc(block.data.nbytes)
-        self._metrics.appended_payload_bytes.inc(len(payload))
-        return block.row_count
+        self._metrics.appended_payload_bytes.inc(held.payload_bytes)
 
     def keep(self, *, sampled: int, all_pages: bool = False) -> None:
         """Write the counters, some changed pages (`all_pages`: every one), and what has left, to the record.
@@ -301,15 +348,15 @@ class Tiers:
         header.first_row, header.row_count, header.compact_stride = first_row, len(rows), 0
         header.checksum = checksum_of(rows.data)
         again = HeldBlock(first_row, len(rows), rows.nbytes, header.SerializeToString())
-        self._log.append(
+        write = BlockWrite(
             LoggedBlock(first_row, len(rows), again.header or b"", rows.data.cast("B")),
             header,
-            removed=[],
             sampled=sampled,
             consumed=self.consumed,
             dropped=self.dropped,
             after=recorded,
         )
+        self._log.append([write])
         self._blocks.replace(held, again)
         return again.end_row
 

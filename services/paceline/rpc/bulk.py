@@ -22,6 +22,7 @@ from paceline.v1 import replay_pb2
 
 MessageT = TypeVar("MessageT", bound=Message)
 Arrays = Mapping[str, npt.NDArray[Any]]
+Buffer = bytes | memoryview | ByteMatrix
 
 _LENGTH_DELIMITED = 2
 _GROUP_TYPES = (3, 4)
@@ -32,8 +33,12 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     FieldDescriptor.TYPE_DOUBLE: np.dtype("<f8"),
     FieldDescriptor.TYPE_FLOAT: np.dtype("<f4"),
 }
-_MAX_PIECES = 64
-"""A message of more fields is left to protobuf's own parser: in Python, millions of tiny ones would take seconds."""
+_MAX_PIECES = 80
+"""A message of more fields is left to protobuf's own parser: in Python, millions of tiny ones would take seconds. An
+AppendRequest of as many blocks as it may have is below it."""
+
+MESSAGE_BYTES = 1 << 20
+"""What small blocks that share a message may have together."""
 
 NO_ARRAYS: Arrays = {}
 
@@ -42,15 +47,16 @@ class Bulk(Generic[MessageT]):
     """A message whose payload and arrays stay outside: `head` has every other field.
 
     `arrays` has the packed fields by name. What was read has every one of them, empty where the message had none, as
-    read-only views; what is to be written may leave them out.
+    read-only views; what is to be written may leave them out, and may have `further` payloads, which come after the
+    first as if they were one.
     """
 
-    __slots__ = ("arrays", "head", "payload")
+    __slots__ = ("arrays", "further", "head", "payload")
 
     def __init__(
-        self, head: MessageT, payload: bytes | memoryview | ByteMatrix = b"", arrays: Arrays = NO_ARRAYS
+        self, head: MessageT, payload: Buffer = b"", arrays: Arrays = NO_ARRAYS, *, further: Sequence[Buffer] = ()
     ) -> None:
-        self.head, self.payload, self.arrays = head, payload, arrays
+        self.head, self.payload, self.arrays, self.further = head, payload, arrays, further
 
 
 class BulkFormat(Generic[MessageT]):
@@ -75,9 +81,10 @@ class BulkFormat(Generic[MessageT]):
             if len(values):
                 data = np.ascontiguousarray(values, dtype).data.cast("B")
                 parts += (tag, _varint(len(data)), data)
-        if len(bulk.payload):
-            payload = memoryview(bulk.payload).cast("B")  # type: ignore[arg-type]
-            parts += (self._payload_tag, _varint(len(payload)), payload)
+        payloads = [payload for payload in (bulk.payload, *bulk.further) if len(payload)]
+        if payloads:
+            views = [memoryview(payload).cast("B") for payload in payloads]  # type: ignore[arg-type]
+            parts += (self._payload_tag, _varint(sum(map(len, views))), *views)
         return b"".join(parts)
 
     def deserialize(self, data: bytes) -> Bulk[MessageT]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -10,8 +12,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from paceline.errors import InvalidInputError, RowSpecError, SnapshotError
 from paceline.identity import PolicyIdentity
 from paceline.rows import MAX_COLUMN_COUNT, Column, RowSpec
+from paceline.rpc.bulk import Buffer, Bulk
 from paceline.snapshot import MAX_TENSOR_COUNT, SnapshotHeader, TensorDescription
-from paceline.v1 import parameters_pb2, rows_pb2
+from paceline.v1 import parameters_pb2, replay_pb2, rows_pb2
 
 _DATA_TYPES: dict[str, rows_pb2.DataType] = {
     name.removeprefix("DATA_TYPE_").lower(): value  # type: ignore[misc]
@@ -41,6 +44,57 @@ def row_spec_from_wire(message: rows_pb2.RowSpec) -> RowSpec:
             for column in message.columns
         )
     )
+
+
+@dataclass(frozen=True)
+class SentBlock:
+    """A block on its way to replay: what it says of itself, and its rows in the form that it names."""
+
+    header: rows_pb2.BlockHeader
+    payload: Buffer
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the payload."""
+        return memoryview(self.payload).nbytes  # type: ignore[arg-type]
+
+
+def blocks_to_wire(run_id: str, table: str, blocks: Sequence[SentBlock]) -> Bulk[replay_pb2.AppendRequest]:
+    """The message that appends these blocks, one or more; their payloads are not copied."""
+    first, *further = blocks
+    request = replay_pb2.AppendRequest(
+        run_id=run_id, table=table, header=first.header, further_headers=[block.header for block in further]
+    )
+    if further:
+        for header, block in zip((request.header, *request.further_headers), blocks, strict=True):
+            header.payload_byte_count = block.payload_bytes
+    return Bulk(request, first.payload, further=[block.payload for block in further])
+
+
+def blocks_from_wire(request: Bulk[replay_pb2.AppendRequest], max_count: int) -> list[SentBlock]:
+    """The blocks of a message, whose payloads are views of the message's own. What else headers say is not checked.
+
+    Raises:
+        InvalidInputError: there are more than `max_count`, or they do not share the message's rows out.
+    """
+    headers = [request.head.header, *request.head.further_headers]
+    if len(headers) > max_count:
+        raise InvalidInputError(f"a request has {len(headers)} blocks: expected at most {max_count}")
+    rows = memoryview(request.payload)  # type: ignore[arg-type]
+    sizes = [header.payload_byte_count for header in headers]
+    if sizes == [0]:
+        sizes = [len(rows)]
+    if min(sizes) < 0 or sum(sizes) != len(rows) or (len(sizes) > 1 and 0 in sizes):
+        raise InvalidInputError(
+            f"payload_byte_count of the {len(sizes)} blocks of a request is {', '.join(map(str, sizes))}: expected "
+            f"1 or more of each, and {len(rows)} together, the bytes of its rows"
+        )
+    blocks, start = [], 0
+    for header, size in zip(headers, sizes, strict=True):
+        header.payload_byte_count = 0  # it says where the rows are in the message, and nothing of the block
+        blocks.append(SentBlock(header, rows[start : start + size]))
+        start += size
+    return blocks
 
 
 def identity_to_wire(identity: PolicyIdentity) -> parameters_pb2.PolicyIdentity:

@@ -26,36 +26,42 @@ class OpenTableRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., row_spec: _Optional[_Union[_rows_pb2.RowSpec, _Mapping]] = ..., learner_id: _Optional[str] = ..., learner_incarnation: _Optional[int] = ...) -> None: ...
 
 class OpenTableResponse(_message.Message):
-    __slots__ = ("row_bytes", "capacity_row_count")
+    __slots__ = ("row_bytes", "capacity_row_count", "max_blocks_per_append")
     ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MAX_BLOCKS_PER_APPEND_FIELD_NUMBER: _ClassVar[int]
     row_bytes: int
     capacity_row_count: int
-    def __init__(self, row_bytes: _Optional[int] = ..., capacity_row_count: _Optional[int] = ...) -> None: ...
+    max_blocks_per_append: int
+    def __init__(self, row_bytes: _Optional[int] = ..., capacity_row_count: _Optional[int] = ..., max_blocks_per_append: _Optional[int] = ...) -> None: ...
 
 class AppendRequest(_message.Message):
-    __slots__ = ("run_id", "table", "header", "rows")
+    __slots__ = ("run_id", "table", "header", "further_headers", "rows")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     HEADER_FIELD_NUMBER: _ClassVar[int]
+    FURTHER_HEADERS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     table: str
     header: _rows_pb2.BlockHeader
+    further_headers: _containers.RepeatedCompositeFieldContainer[_rows_pb2.BlockHeader]
     rows: bytes
-    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., header: _Optional[_Union[_rows_pb2.BlockHeader, _Mapping]] = ..., rows: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., header: _Optional[_Union[_rows_pb2.BlockHeader, _Mapping]] = ..., further_headers: _Optional[_Iterable[_Union[_rows_pb2.BlockHeader, _Mapping]]] = ..., rows: _Optional[bytes] = ...) -> None: ...
 
 class AppendResponse(_message.Message):
-    __slots__ = ("sequence", "stored_row_count", "duplicate", "complete")
+    __slots__ = ("sequence", "stored_row_count", "duplicate", "complete", "further")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STORED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     DUPLICATE_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    FURTHER_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     stored_row_count: int
     duplicate: bool
     complete: bool
-    def __init__(self, sequence: _Optional[int] = ..., stored_row_count: _Optional[int] = ..., duplicate: _Optional[bool] = ..., complete: _Optional[bool] = ...) -> None: ...
+    further: _containers.RepeatedCompositeFieldContainer[AppendResponse]
+    def __init__(self, sequence: _Optional[int] = ..., stored_row_count: _Optional[int] = ..., duplicate: _Optional[bool] = ..., complete: _Optional[bool] = ..., further: _Optional[_Iterable[_Union[AppendResponse, _Mapping]]] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
     __slots__ = ("run_id", "table", "batch_size", "batch_count", "seed", "row_details", "policy_version", "base_version", "learner_incarnation")

@@ -86,10 +86,12 @@ class ReplayServiceServicer:
     def Append(self, request_iterator, context):
         """Appends blocks, one acknowledgement for each, in order. An acknowledged block is in Redis.
         Waits while the limiter holds inserts back. Safe to repeat: a known (collector, incarnation, sequence)
-        is acknowledged and not stored again.
+        is acknowledged and not stored again. A request may have several blocks, which is cheaper where they are small;
+        they are stored one by one: where one is refused, those before it are acknowledged first.
 
-        INVALID_ARGUMENT: the block does not match the table's row spec, or the run is another. NOT_FOUND: no such
-        table, or it is not open yet. FAILED_PRECONDITION: a newer incarnation of this collector took over.
+        INVALID_ARGUMENT: the block does not match the table's row spec, the run is another, or the headers of a request do
+        not share its rows out, and nothing of it is stored. NOT_FOUND: no such table, or it is not open yet.
+        FAILED_PRECONDITION: a newer incarnation of this collector took over.
         DEADLINE_EXCEEDED: the limiter held the block back for longer than its deadline; retry, the message says what
         it waits for. RESOURCE_EXHAUSTED: the store is full, or too many streams are open; retry after a delay.
         UNAVAILABLE: storage is away or still loading, retry.

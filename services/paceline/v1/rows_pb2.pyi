@@ -50,7 +50,7 @@ class RowSpec(_message.Message):
     def __init__(self, columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ...) -> None: ...
 
 class BlockHeader(_message.Message):
-    __slots__ = ("collector_index", "collector_incarnation", "sequence", "row_count", "row_spec_digest", "sealed_at", "stored_at", "checksum", "compact_stride", "first_row")
+    __slots__ = ("collector_index", "collector_incarnation", "sequence", "row_count", "row_spec_digest", "sealed_at", "stored_at", "checksum", "compact_stride", "first_row", "payload_byte_count")
     COLLECTOR_INDEX_FIELD_NUMBER: _ClassVar[int]
     COLLECTOR_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class BlockHeader(_message.Message):
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     COMPACT_STRIDE_FIELD_NUMBER: _ClassVar[int]
     FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
     collector_index: int
     collector_incarnation: int
     sequence: int
@@ -71,4 +72,5 @@ class BlockHeader(_message.Message):
     checksum: int
     compact_stride: int
     first_row: int
-    def __init__(self, collector_index: _Optional[int] = ..., collector_incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., row_count: _Optional[int] = ..., row_spec_digest: _Optional[bytes] = ..., sealed_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., stored_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., checksum: _Optional[int] = ..., compact_stride: _Optional[int] = ..., first_row: _Optional[int] = ...) -> None: ...
+    payload_byte_count: int
+    def __init__(self, collector_index: _Optional[int] = ..., collector_incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., row_count: _Optional[int] = ..., row_spec_digest: _Optional[bytes] = ..., sealed_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., stored_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., checksum: _Optional[int] = ..., compact_stride: _Optional[int] = ..., first_row: _Optional[int] = ..., payload_byte_count: _Optional[int] = ...) -> None: ...

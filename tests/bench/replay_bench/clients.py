@@ -10,7 +10,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -20,7 +20,7 @@ from paceline.config import RpcConfig
 from paceline.rows import CompactForm, RowSpec, checksum_of
 from paceline.rpc.bulk import APPEND_REQUEST, SAMPLE_RESPONSE, Bulk
 from paceline.rpc.client import open_channel
-from paceline.rpc.wire import row_spec_to_wire
+from paceline.rpc.wire import SentBlock, blocks_to_wire, row_spec_to_wire
 from paceline.v1 import replay_pb2 as pb
 from paceline.v1 import replay_pb2_grpc, rows_pb2
 from replay_bench.rounds import Moved
@@ -52,7 +52,7 @@ class ProductWriter:
         self._columns = Columns(workload.spec)
         self._compact = CompactForm(workload.spec)
         self._sequence = 0
-        open_table(self._stub, table, workload.spec)
+        self._message_blocks = open_table(self._stub, table, workload.spec).max_blocks_per_append
 
     def insert(self, seconds: float, form: str = "plain", rows_per_second: float | None = None) -> Moved:
         """Rows acknowledged; `rows_per_second` holds it back."""
@@ -78,22 +78,32 @@ class ProductWriter:
             self._stub.UpdatePriorities(request, timeout=STREAM_SECONDS)
 
     def _insert(self, enough: Callable[[int], bool], form: str, rows_per_second: float | None) -> Moved:
-        def append(requests: Iterator[Request]) -> Iterable[object]:
-            return self._append(requests, timeout=STREAM_SECONDS)
+        def append(requests: Iterator[Request]) -> Iterator[int]:
+            return (1 + len(answer.further) for answer in self._append(requests, timeout=STREAM_SECONDS))
 
-        make = self._plain_request if form == "plain" else self._compact_request
-        return _insert_blocks(append, make, enough, rows_per_second)
+        make = self._plain_block if form == "plain" else self._compact_block
 
-    def _plain_request(self) -> Bulk[pb.AppendRequest]:
-        return self._request(self._columns.pack().data.reshape(-1).data, stride=0)
+        def request(may_send_another: Callable[[], bool]) -> Bulk[pb.AppendRequest]:
+            blocks = [make()]
+            # As the collector's writer does; what the next block has in its form, the last one tells well enough.
+            bytes_in_message = 2 * blocks[0].payload_bytes
+            while len(blocks) < self._message_blocks and bytes_in_message <= MESSAGE_BYTES and may_send_another():
+                blocks.append(make())
+                bytes_in_message += blocks[-1].payload_bytes
+            return blocks_to_wire(RUN, self._table, blocks)
 
-    def _compact_request(self) -> Bulk[pb.AppendRequest]:
+        return _insert_blocks(append, request, enough, rows_per_second)
+
+    def _plain_block(self) -> SentBlock:
+        return self._block(self._columns.pack().data.reshape(-1).data, stride=0)
+
+    def _compact_block(self) -> SentBlock:
         payload = self._compact.encode(self._columns.pack(), ENVIRONMENTS)
         if payload is None:
             raise RuntimeError(f"rows of {self._spec.row_bytes} bytes have no compact form that is worth it")
-        return self._request(memoryview(payload).cast("B"), stride=ENVIRONMENTS)
+        return self._block(memoryview(payload).cast("B"), stride=ENVIRONMENTS)
 
-    def _request(self, payload: memoryview, *, stride: int) -> Bulk[pb.AppendRequest]:
+    def _block(self, payload: memoryview, *, stride: int) -> SentBlock:
         self._sequence += 1
         header = rows_pb2.BlockHeader(
             collector_index=0,
@@ -104,7 +114,7 @@ class ProductWriter:
             checksum=checksum_of(payload),
             compact_stride=stride,
         )
-        return Bulk(pb.AppendRequest(run_id=RUN, table=self._table, header=header), payload)
+        return SentBlock(header, payload)
 
 
 class PrototypeWriter:
@@ -123,10 +133,10 @@ class PrototypeWriter:
         self._insert(lambda done: done > row_count // BLOCK_ROWS)
 
     def _insert(self, enough: Callable[[int], bool]) -> Moved:
-        def append(requests: Iterator[Request]) -> Iterable[object]:
-            return self._append(requests, timeout=STREAM_SECONDS, wait_for_ready=True)
+        def append(requests: Iterator[Request]) -> Iterator[int]:
+            return (1 for _ in self._append(requests, timeout=STREAM_SECONDS, wait_for_ready=True))
 
-        return _insert_blocks(append, lambda: self._columns.pack().data.tobytes(), enough)
+        return _insert_blocks(append, lambda _: self._columns.pack().data.tobytes(), enough)
 
 
 class ProductSampler:
@@ -239,14 +249,14 @@ class BareReader:
         return Moved(sent * MESSAGE_BYTES, time.perf_counter() - began)
 
 
-def open_table(stub: replay_pb2_grpc.ReplayServiceStub, table: str, spec: RowSpec) -> None:
-    """Open the table, as soon as the service is there and ready."""
+def open_table(stub: replay_pb2_grpc.ReplayServiceStub, table: str, spec: RowSpec) -> pb.OpenTableResponse:
+    """Open the table, as soon as the service is there and ready; what it says."""
     request = pb.OpenTableRequest(run_id=RUN, table=table, row_spec=row_spec_to_wire(spec))
     until = time.monotonic() + START_SECONDS
     while True:
         try:
-            stub.OpenTable(request, timeout=START_SECONDS)
-            return
+            answer: pb.OpenTableResponse = stub.OpenTable(request, timeout=START_SECONDS)
+            return answer
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > until:
                 raise
@@ -254,29 +264,44 @@ def open_table(stub: replay_pb2_grpc.ReplayServiceStub, table: str, spec: RowSpe
 
 
 def _insert_blocks(
-    append: Callable[[Iterator[Request]], Iterable[object]],
-    make: Callable[[], Request],
+    append: Callable[[Iterator[Request]], Iterator[int]],
+    make: Callable[[Callable[[], bool]], Request],
     enough: Callable[[int], bool],
     rows_per_second: float | None = None,
 ) -> Moved:
-    """Rows acknowledged, with `IN_FLIGHT_BLOCKS` blocks unacknowledged at most."""
+    """Rows acknowledged, with `IN_FLIGHT_BLOCKS` blocks unacknowledged at most.
+
+    Args:
+        append: how many blocks each answer to these requests acknowledges.
+        make: a request of one block, and of one more each time that what it is given says that another may be sent now.
+        enough: whether so many blocks are.
+    """
     window, done = threading.Semaphore(IN_FLIGHT_BLOCKS), threading.Event()
-    began, seconds, counted = time.perf_counter(), 0.0, 0
+    began, seconds, counted, acknowledged = time.perf_counter(), 0.0, 0, 0
+    numbers = itertools.count()
+
+    def wait_for_turn() -> None:
+        if rows_per_second is not None:
+            done.wait(max(0.0, began + next(numbers) * BLOCK_ROWS / rows_per_second - time.perf_counter()))
+
+    def may_send_another() -> bool:
+        # Held back, each block has a time of its own.
+        return rows_per_second is None and window.acquire(blocking=False)
 
     def requests() -> Iterator[Request]:
-        for number in itertools.count():
+        while True:
             window.acquire()
-            if rows_per_second is not None:
-                done.wait(max(0.0, began + number * BLOCK_ROWS / rows_per_second - time.perf_counter()))
+            wait_for_turn()
             if done.is_set():
                 return
-            yield make()
+            yield make(may_send_another)
 
-    for blocks, _ in enumerate(append(requests()), start=1):
-        if not done.is_set() and enough(blocks):
-            seconds, counted = time.perf_counter() - began, blocks
+    for blocks in append(requests()):
+        acknowledged += blocks
+        if not done.is_set() and enough(acknowledged):
+            seconds, counted = time.perf_counter() - began, acknowledged
             done.set()
-        window.release()
+        window.release(blocks)
     return Moved(counted * BLOCK_ROWS, seconds)
 
 

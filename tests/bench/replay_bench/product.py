@@ -12,14 +12,13 @@ from prometheus_client import CollectorRegistry
 from paceline.process import StopSignal
 from paceline.replay import tables as replay_tables
 from paceline.replay.link import Argument
-from paceline.replay.log import LoggedBlock, LogState
+from paceline.replay.log import BlockWrite, LogState
 from paceline.replay.main import run
 from paceline.replay.metrics import ReplayMetrics
 from paceline.replay.service import SERVICE, ReplayService
 from paceline.replay.store import RedisStore
 from paceline.rpc.server import Server
 from paceline.telemetry import configure_logging
-from paceline.v1 import rows_pb2
 from replay_bench.runs import RUN, TABLE, make_config
 
 
@@ -71,5 +70,5 @@ class ForgetfulLog:
     def begin(self, state: LogState) -> None:
         pass
 
-    def append(self, block: LoggedBlock, header: rows_pb2.BlockHeader, **counters: object) -> bool:
-        return True
+    def append(self, writes: Sequence[BlockWrite]) -> int:
+        return len(writes)
