@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import redis
 
-from integration.replay_harness import RUN, Client, ReplayProcess, ReplayThread
+from integration.replay_harness import RUN, Client, ReplayProcess, ReplayThread, wait_until_whole
 from paceline.config import Config
 from paceline.local.embedded import EmbeddedRedis
 from redis_servers import start_redis
@@ -51,16 +51,24 @@ def redis_client(redis_server) -> Iterator[redis.Redis]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., tuple[ReplayThread, Client]]]:
-    """Starts a replay service in this process, and gives it with a client once it serves."""
+    """Starts a replay service in this process, and gives it with a client once it serves and has what it resumes."""
     started: list[tuple[ReplayThread, Client]] = []
 
     def start(
-        config: Config, *, resume: bool = False, ready: bool = True, run_id: str = RUN, shard: int = 0
+        config: Config,
+        *,
+        resume: bool = False,
+        ready: bool = True,
+        whole: bool = True,
+        run_id: str = RUN,
+        shard: int = 0,
     ) -> tuple[ReplayThread, Client]:
         replay, client = ReplayThread(config, resume=resume, shard=shard), Client(config, run_id, shard)
         started.append((replay, client))
         if ready:
             client.wait_until_serving()
+        if ready and whole:
+            wait_until_whole(replay)
         return replay, client
 
     yield start
@@ -71,13 +79,14 @@ def serve() -> Iterator[Callable[..., tuple[ReplayThread, Client]]]:
 
 @pytest.fixture
 def spawn() -> Iterator[Callable[..., tuple[ReplayProcess, Client]]]:
-    """Starts a replay service in a process of its own, and gives it with a client once it serves."""
+    """Starts a replay service in a process of its own, and gives it as `serve` does."""
     started: list[tuple[ReplayProcess, Client]] = []
 
     def start(config: Config, *, resume: bool = False) -> tuple[ReplayProcess, Client]:
         replay, client = ReplayProcess(config, resume=resume), Client(config)
         started.append((replay, client))
         client.wait_until_serving()
+        wait_until_whole(replay)
         return replay, client
 
     yield start

@@ -289,6 +289,16 @@ def read_metrics(config: Config) -> dict[str, float]:
     return {name: float(value) for name, value in pairs}
 
 
+def wait_until_whole(replay: ReplayThread | ReplayProcess) -> None:
+    """Wait until the tables of a service that serves hold all their rows: it serves before."""
+    wait_until(
+        lambda: all(
+            value for name, value in replay.metrics().items() if name.startswith("paceline_replay_table_whole")
+        ),
+        "the tables are whole",
+    )
+
+
 def values_of(answer: pb.FollowResponse | pb.SampleResponse) -> list[float]:
     """The values of the rows of an answer."""
     return np.frombuffer(answer.rows, SPEC.dtype)["value"].tolist()
