@@ -364,6 +364,17 @@ def test_rows_within_the_bound_are_drawn_equally_often_however_few_they_are(each
     assert memory.within_bound(0) == within.sum()
 
 
+def test_a_version_below_zero_which_a_peer_may_send_is_drawn_as_the_oldest():
+    memory = memory_of(sampler="recent", max_lag_versions=2)
+    for version in (-1, -7, 0):
+        append(memory, 10, version=version)
+    drawn = draw(memory, 300)
+    assert set(drawn.keys.tolist()) == set(range(30))
+    assert set(drawn.probabilities.tolist()) == {np.float32(1 / 30)}
+    append(memory, CAPACITY, version=1)  # those before it leave
+    assert memory.within_bound(0) == CAPACITY
+
+
 @pytest.mark.parametrize(("own", "of_run", "smaller"), [(None, 5, 5), (3, 5, 3), (7, 5, 5), (3, None, 3)])
 def test_the_smaller_of_both_bounds_holds(own, of_run, smaller):
     settings = MemorySettings(1000, sampler="recent", max_lag_versions=own, half_life_versions=2.0).bounded(of_run)

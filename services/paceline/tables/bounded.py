@@ -49,6 +49,7 @@ class BoundedSampler(UniformSampler):
         super().add(first_row, row_count, versions)
         if not row_count:
             return
+        versions = np.maximum(versions, 0)  # a peer may send what no policy has, and below 0 a place has no row
         self._versions[self._places(first_row, first_row + row_count)] = versions
         self._count(versions, 1)
         self._newest.note_rows(int(versions.max()))
