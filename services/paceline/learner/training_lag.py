@@ -143,8 +143,8 @@ class TrainingLag:
         )
 
     def _stamps_of(self, rows: Tensor) -> ByteMatrix:
-        """The bytes of rows in which their stamps lie; from a GPU in one transfer."""
-        if rows.is_cuda:
+        """The bytes of rows in which their stamps lie; from a device in one transfer."""
+        if rows.device.type != "cpu":
             return rows[:, self._begin : self._end].cpu().numpy()
         return rows.numpy()[:, self._begin : self._end]  # a call of torch less: it is made for each update
 

@@ -131,21 +131,14 @@ class RedisStore:
         """What a script that changes nothing returns: values of one moment."""
         return self._link.read_by_script(script, keys)
 
-    def run_script(
-        self,
-        script: Script,
-        keys: Sequence[bytes],
-        arguments: Sequence[Argument],
-        *,
-        before: Sequence[Argument] | None = None,
-    ) -> str:
-        """Run a script that writes and give the word that it ends in; `before` comes with it, or neither does.
+    def run_script(self, script: Script, keys: Sequence[bytes], arguments: Sequence[Argument]) -> str:
+        """Run a script that writes and give the word that it ends in.
 
         Raises:
             ReplacedError: another process owns the run.
             PacelineError: what its failure stands for.
         """
-        return self.run_scripts(script, [ScriptCall(keys, arguments, before)])[0]
+        return self.run_scripts(script, [ScriptCall(keys, arguments)])[0]
 
     def run_scripts(self, script: Script, calls: Sequence[ScriptCall]) -> list[str]:
         """Run a script that writes once for each call, and give the words that it ends in, up to the first that failed.
