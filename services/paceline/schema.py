@@ -178,7 +178,7 @@ def _replay() -> list[Metric]:
                 do="add to the side that does not wait"),
         counter("limiter_timeouts_total", "times", "Waits for the limiter that ended at their deadline.",
                 _TABLE, _SIDE, bad="growing on both sides at once", do="widen limiter.window_rows"),
-        histogram("redis_append_seconds", "seconds", "Seconds until Redis had a block.",
+        histogram("redis_append_seconds", "seconds", "Seconds until Redis had the blocks of a message.",
                   bad="a p99 above 0.1: collectors wait", do="give Redis a faster disk, or appendfsync everysec"),
         gauge("redis_available", "flag", "1 while Redis takes commands; appends wait for it.",
               bad="0", do="look at Redis: is it up, full, or loading?"),

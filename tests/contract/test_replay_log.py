@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from contract.memory_log import MemoryLog, Shelf
-from paceline.errors import ConflictError, ReplacedError, StoreFullError
+from paceline.errors import ConflictError, PacelineError, ReplacedError, StoreFullError
 from paceline.replay import log as log_module
 from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepError, Position, RedisLog
 from paceline.replay.store import RedisStore
@@ -470,25 +470,29 @@ def test_a_payload_or_an_entry_that_is_gone_leaves_the_others_readable(bare):
     assert first_rows(log) == [30]
 
 
-def fill(log: RedisLog) -> int:
-    """Append until the store is full; how many blocks it took."""
-    for number in range(1000):
-        stamp = header(number + 1)
-        large = LoggedBlock(ROWS * number, ROWS, stamp.SerializeToString(), b"x" * 65536)
+def fill(log: RedisLog, at_once: int) -> int:
+    """Append so many blocks at once until the store is full; how many blocks it took."""
+    for first in range(0, 1000, at_once):
+        stamps = [header(number + 1) for number in range(first, first + at_once)]
+        large = [
+            LoggedBlock(ROWS * number, ROWS, stamp.SerializeToString(), b"x" * 65536)
+            for number, stamp in enumerate(stamps, start=first)
+        ]
         try:
-            log.append([BlockWrite(large, stamp)])
+            assert log.append(list(map(BlockWrite, large, stamps))) == at_once
         except StoreFullError:
-            return number
+            return first
     return 1000
 
 
 @real_servers
-def test_a_full_store_takes_nothing_of_a_block_and_still_lets_blocks_leave(bare):
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_a_full_store_takes_nothing_of_blocks_and_still_lets_blocks_leave(bare, at_once):
     log, client = bare
     log.begin(BEGUN)
     client.config_set("maxmemory", str(int(client.info("memory")["used_memory"]) + (4 << 20)))
     try:
-        stored = fill(log)
+        stored = fill(log, at_once)
         assert 4 < stored < 1000
         payloads = {f"{PREFIX}table:{TABLE}:block:{ROWS * number}" for number in range(stored)}
         assert {key for key in keys(client) if ":block:" in key or ":staged" in key} == payloads
@@ -519,6 +523,19 @@ def test_a_script_that_finds_the_store_full_leaves_nothing_of_the_block(bare):
     finally:
         client.config_set("maxmemory", "0")
     assert append(log, 1, header(2))
+
+
+@real_servers
+def test_where_the_index_is_damaged_nothing_of_the_blocks_is_stored(bare):
+    log, client = bare
+    log.begin(BEGUN)
+    append(log, 0, header(1))
+    client.xadd(f"{PREFIX}table:{TABLE}:blocks", {"header": b"of another row"}, id="1000-0")
+    before, state = keys(client), log.read_state()
+    with pytest.raises(PacelineError, match="smaller than the target stream top item"):
+        log.append([write(1, header(2)), write(2, header(3))])
+    assert {key for key in keys(client) if ":staged" not in key} == before
+    assert log.read_state() == state
 
 
 @real_servers

@@ -25,7 +25,6 @@ from paceline.errors import (
     StoreReadOnlyError,
     UnavailableError,
 )
-from paceline.replay.link import ScriptCall
 from paceline.replay.scripts import COMMIT, SAVE
 from paceline.replay.store import RedisStore
 from paceline.rpc.status import RETRYABLE, code_of
@@ -66,9 +65,8 @@ def save(store: RedisStore) -> str:
 
 def commit(store: RedisStore) -> str:
     keys = [store.key(part) for part in ("owner", "state", "positions", "blocks", "staged", "block:0")]
-    arguments = [store.token, *(0, 0, 1, 0, 1, 1, 1, 0, 0, 0, -1), b"header", 7]
-    call = ScriptCall(keys, arguments, before=("SET", store.key("staged"), b"payload"))
-    return store.run_scripts(COMMIT, [call])[0]
+    arguments = [store.token, b"header", "0 0 1 0 1 1 1 0 0 0 7 0 -1"]
+    return store.run_script(COMMIT, keys, arguments, before=[("SET", store.key("staged"), b"payload")])
 
 
 def succeeds(attempt: Callable[[], object]) -> bool:

@@ -26,8 +26,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlencode, urlsplit, urlunsplit
@@ -60,6 +58,9 @@ FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.25, 1.0
 """After a failure commands fail at once for so long, twice as long after each further one: many collectors must not
 hammer a store that starts."""
 
+COPIED_BYTES = 64 << 10
+"""An argument up to this size is copied to the others: that costs less than a write to the socket of its own."""
+
 _AWAY = (BusyLoadingError, ClusterDownError, TryAgainError)
 _AWAY_CODES = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "BUSY")
 _STRANGE_PEER = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER", "CERTIFICATE_REQUIRED", "UNKNOWN_CA")
@@ -67,16 +68,6 @@ _FORBIDDEN = ("NOPERM", "ACL failure in script", "can't run this command")
 _ABORTED = "Transaction discarded because of: "
 
 Argument = bytes | memoryview | str | int
-
-
-@dataclass(frozen=True)
-class ScriptCall:
-    """What a script gets."""
-
-    keys: Sequence[bytes]
-    arguments: Sequence[Argument]
-    before: Sequence[Argument] | None = None
-    """A command that is carried out right before it; both happen, or neither."""
 
 
 class RedisLink:
@@ -102,20 +93,22 @@ class RedisLink:
         self._refuse_while_paused(writes=False)
         return self._first_error_raised(self._exchange([arguments]))[0]
 
-    def run_scripts(self, script: Script, calls: Sequence[ScriptCall]) -> list[Any]:
-        """Run a script that writes, which Redis need not know yet, once for each call; what each returned, in order.
+    def run_script(
+        self,
+        script: Script,
+        keys: Sequence[bytes],
+        arguments: Sequence[Argument],
+        before: Sequence[Sequence[Argument]] = (),
+    ) -> Any:
+        """Run a script that writes, which Redis need not know yet; what it returned.
 
-        All calls go to Redis in one write. One that fails ends what is given: each call must make sure itself that it
-        does nothing where the one before it failed, whose failure only another try tells.
-
-        Raises:
-            PacelineError: what the failure of the first call stands for. If Redis went away meanwhile, any number of
-                calls may have been carried out.
+        Args:
+            before: commands that are carried out right before it; all of it happens, or nothing.
         """
         self._refuse_while_paused(writes=True)
-        if self._failures and any(call.before for call in calls):
+        if self._failures and before:
             self._first_error_raised(self._exchange([("PING",)]))  # a block is not sent to a store that is still away
-        returned = self._call_script(script, calls)
+        returned = self._call_script(script, keys, arguments, before)
         self._failures, self._paused_until = 0, 0.0
         return returned
 
@@ -129,7 +122,7 @@ class RedisLink:
     def read_by_script(self, script: Script, keys: Sequence[bytes]) -> Any:
         """What a script that changes nothing returns: values of one moment. (A full Redis refuses transactions.)"""
         self._refuse_while_paused(writes=False)
-        return self._call_script(script, [ScriptCall(keys, [])])[0]
+        return self._call_script(script, keys)
 
     def close(self) -> None:
         """Close every connection."""
@@ -160,22 +153,22 @@ class RedisLink:
                     raise ConfigError(f"replay.redis_url {self.shown}: {name} is {path}: expected a file that exists")
         return pool
 
-    def _call_script(self, script: Script, calls: Sequence[ScriptCall]) -> list[Any]:
-        known: Sequence[Argument] = ("EVALSHA", script.sha)
+    def _call_script(
+        self,
+        script: Script,
+        keys: Sequence[bytes],
+        arguments: Sequence[Argument] = (),
+        before: Sequence[Sequence[Argument]] = (),
+    ) -> Any:
+        def send(*name: Argument) -> list[Any]:
+            call = (*name, len(keys), *keys, *arguments)
+            return self._exchange([("MULTI",), *before, call, ("EXEC",)] if before else [call])
 
-        def send(first: Sequence[Argument]) -> list[list[Any]]:
-            """The replies to each call; `first` names the script to Redis for the first one."""
-            names = [first, *[known] * (len(calls) - 1)]
-            commands = [_commands_of(name, call) for name, call in zip(names, calls, strict=True)]
-            replies = iter(self._exchange(list(chain.from_iterable(commands))))
-            return [list(islice(replies, len(each))) for each in commands]
-
-        replies = send(known)
-        if isinstance(_result(replies[0]), NoScriptError):
-            # Nothing of it ran; Redis has restarted, or this is its first time. The later calls find it there.
-            replies = send(("EVAL", script.text))
-        self._first_error_raised(replies[0])
-        return [_result(each) for each in takewhile(lambda each: _first_error(each) is None, replies)]
+        replies = send("EVALSHA", script.sha)
+        if isinstance(_result(replies), NoScriptError):
+            # It did not run; Redis has restarted, or this is its first time.
+            replies = send("EVAL", script.text)
+        return _result(self._first_error_raised(replies))
 
     def _exchange(self, commands: Sequence[Sequence[Argument]], read: Callable[[Any], Any] | None = None) -> list[Any]:
         """Send commands in one go and `read` a reply to each; one that is an error is given as that."""
@@ -313,12 +306,6 @@ def _take_password_file(url: str) -> tuple[str, _PasswordFile | None]:
     return rest, _PasswordFile(unquote(parts.username or ""), Path(paths[-1]))
 
 
-def _commands_of(name: Sequence[Argument], call: ScriptCall) -> list[Sequence[Argument]]:
-    """What carries out a call of the script of that name."""
-    command = (*name, len(call.keys), *call.keys, *call.arguments)
-    return [command] if call.before is None else [("MULTI",), call.before, command, ("EXEC",)]
-
-
 def _result(replies: list[Any]) -> Any:
     """What the script returned: the last reply, or within a transaction the last one of it."""
     return replies[-1][-1] if len(replies) > 1 and isinstance(replies[-1], list) else replies[-1]
@@ -336,19 +323,19 @@ def _read_reply(connection: Any) -> Any:
         return error  # a whole reply: those after it are still to be read
 
 
-def _pack(commands: Sequence[Sequence[Argument]]) -> list[bytes | memoryview]:
+def _pack(commands: Sequence[Sequence[Argument]]) -> list[bytearray | bytes | memoryview]:
     """Commands in the protocol of Redis, in pieces: large arguments stay the objects that they are."""
-    pieces: list[bytes | memoryview] = []
+    pieces: list[bytearray | bytes | memoryview] = []
     text = bytearray()
     for command in commands:
         text += b"*%d\r\n" % len(command)
         for argument in command:
             data = argument if isinstance(argument, bytes | memoryview) else str(argument).encode()
             text += b"$%d\r\n" % len(data)
-            if len(data) > 4096:
-                pieces += [bytes(text), data]
+            if len(data) > COPIED_BYTES:
+                pieces += [text, data]
                 text = bytearray()
             else:
                 text += data
             text += b"\r\n"
-    return [*pieces, bytes(text)]
+    return [*pieces, text]

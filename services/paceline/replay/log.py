@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from paceline.errors import PacelineError, ReplacedError, RowSpecError, UnavailableError
-from paceline.replay.link import Argument, ScriptCall
+from paceline.replay.link import Argument
 from paceline.replay.scripts import BEGIN, CLEAR, COMMIT, READ, RESTATE, SAVE
 from paceline.replay.store import FORMAT, RedisStore
 from paceline.rows import RowSpec
@@ -112,10 +111,10 @@ class RedisLog:
     def __init__(self, store: RedisStore, table: str) -> None:
         self._store, self._table = store, table
         self._owner, self._meta = store.key("owner"), store.key("meta")
-        self._spec, self._state, self._positions, self._blocks, self._pages, self._staged = (
-            store.key("table", table, part) for part in ("spec", "state", "positions", "blocks", "pages", "staged")
+        self._spec, self._state, self._positions, self._blocks, self._pages = (
+            store.key("table", table, part) for part in ("spec", "state", "positions", "blocks", "pages")
         )
-        self._payload = store.key("table", table, "block") + b":%d"
+        self._payload, self._staged = (store.key("table", table, part) + b":%d" for part in ("block", "staged"))
 
     @property
     def replaced(self) -> bool:
@@ -163,46 +162,42 @@ class RedisLog:
         self._store.run_script(BEGIN, keys, arguments)
 
     def append(self, writes: Sequence[BlockWrite]) -> int:
-        """Store blocks in order, each with what leaves for it and the counters; how many were stored.
+        """Store blocks in order, each with what leaves for it and the counters, in one step; how many were stored.
 
         One that cannot be stored ends it: why it could not, its own call tells. 0: the first one's collector sent
         nothing new, its block was there already.
 
         Raises:
-            OutOfStepError: the record's next row is another than the first write says; if it had the first block
-                already, it may have those after it now.
+            OutOfStepError: the record's next row is another than the first write says; nothing was stored.
             ReplacedError: a newer incarnation of its collector sent blocks, or another process owns the run.
             StoreFullError, StoreReadOnlyError: nothing was stored.
             UnavailableError: how many were stored is not known; `read_state` tells.
         """
-        # All go to Redis at once: each is carried out only where the record has the one before it.
-        words = self._store.run_scripts(COMMIT, list(map(self._call, writes, [None, *writes])))
-        if words[0] == "replaced":
+        # Lua would copy a large argument twice, so payloads go beside the script, into keys that no block has: what a
+        # refused block brought must never take the place of one that is there.
+        staged = [("SET", self._staged % number, write.block.payload) for number, write in enumerate(writes)]
+        keys = [self._owner, self._state, self._positions, self._blocks]
+        arguments: list[Argument] = [self._store.token]
+        for number, write in enumerate(writes):
+            block, header, removed = write.block, write.header, write.removed
+            after = block.first_row if write.after is None else write.after
+            keys += (self._staged % number, self._payload % block.first_row)
+            keys += [self._payload % first_row for first_row in removed]
+            numbers = (
+                *(after, block.first_row, block.end_row),
+                *(header.collector_index, header.collector_incarnation, header.sequence, header.row_count),
+                *(write.sampled, write.consumed, write.dropped, len(block.payload)),
+                *(len(removed), removed[-1] if removed else -1),
+            )
+            arguments += (block.header, " ".join(map(str, numbers)))
+        word, _, count = self._store.run_script(COMMIT, keys, arguments, before=staged).partition(" ")
+        if word == "replaced":
             header = writes[0].header
             raise ReplacedError(
                 f"collector {header.collector_index}: a newer incarnation than {header.collector_incarnation} took over"
             )
-        _require_in_step(words[0])
-        return sum(1 for _ in takewhile(lambda word: word == "stored", words))
-
-    def _call(self, write: BlockWrite, before: BlockWrite | None) -> ScriptCall:
-        block, header, removed = write.block, write.header, write.removed
-        arguments: list[Argument] = [
-            self._store.token,
-            *_digits(block.first_row if write.after is None else write.after, block.first_row, block.end_row),
-            *_digits(header.collector_index, header.collector_incarnation, header.sequence, header.row_count),
-            *_digits(write.sampled, write.consumed, write.dropped, removed[-1] if removed else -1),
-            block.header,
-            len(block.payload),
-            *(() if before is None else _position_arguments(before.header.collector_index, _position_of(before))),
-        ]
-        keys = [
-            *(self._owner, self._state, self._positions, self._blocks, self._staged, self._payload % block.first_row),
-            *(self._payload % first_row for first_row in removed),
-        ]
-        # Lua would copy a large argument twice, so the payload goes beside the script, into a key that no block has:
-        # what a refused block brought must never take the place of one that is there.
-        return ScriptCall(keys, arguments, before=("SET", self._staged, block.payload))
+        _require_in_step(word)
+        return int(count or 0)
 
     def save(
         self,
@@ -335,18 +330,9 @@ def _require_in_step(word: str) -> None:
 def _state_arguments(state: LogState) -> list[bytes]:
     arguments = _digits(state.inserted, state.sampled, state.consumed, state.dropped)
     for collector, position in state.positions.items():
-        arguments += _position_arguments(collector, position)
+        text = b"%d %d %d" % (position.incarnation, position.sequence, position.stored_row_count)
+        arguments += (b"%d" % collector, text)
     return arguments
-
-
-def _position_of(write: BlockWrite) -> Position:
-    header = write.header
-    return Position(header.collector_incarnation, header.sequence, header.row_count)
-
-
-def _position_arguments(collector: int, position: Position) -> list[bytes]:
-    text = b"%d %d %d" % (position.incarnation, position.sequence, position.stored_row_count)
-    return [b"%d" % collector, text]
 
 
 def _digits(*values: int) -> list[bytes]:

@@ -156,7 +156,7 @@ class ReplayMetrics:
         )
         self.redis_append_seconds = Histogram(
             "paceline_replay_redis_append_seconds",
-            "Seconds until Redis had a block. Above 0.1: Redis or its disk is slow, and collectors wait.",
+            "Seconds until Redis had the blocks of a message. Above 0.1: Redis or its disk is slow, collectors wait.",
             buckets=SECONDS_BUCKETS,
             registry=registry,
         )
@@ -205,6 +205,16 @@ class TableMetrics:
         self._skipped_rows, self._table = metrics.skipped_rows, table
         self._waits = {side: metrics.limiter_wait_seconds.labels(table, side) for side in SIDES}
         self._timeouts = {side: metrics.limiter_timeouts.labels(table, side) for side in SIDES}
+
+    def count_appended(
+        self, redis_seconds: float, *, blocks: int, rows: int, rows_bytes: int, payload_bytes: int
+    ) -> None:
+        """Blocks were stored, all by one exchange with Redis."""
+        self.redis_append_seconds.observe(redis_seconds)
+        self.appended_blocks.inc(blocks)
+        self.appended_rows.inc(rows)
+        self.appended_bytes.inc(rows_bytes)
+        self.appended_payload_bytes.inc(payload_bytes)
 
     def count_skipped(self, draws: int) -> None:
         """So many draws were skipped; from the first call on the series is there."""

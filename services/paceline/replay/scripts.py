@@ -2,8 +2,8 @@
 
 Every script that writes first looks whether this process still owns the run, and ends in one word;
 `paceline.replay.log` says what follows from it. Keys: paceline:{run}:owner, ...:meta, and of the table ...:spec,
-:state, :positions, :blocks (the index), :pages, :staged (a payload on its way), and :block:<first row> (the payload of
-that block).
+:state, :positions, :blocks (the index), :pages, :staged:<number> (a payload on its way), and :block:<first row> (the
+payload of that block).
 """
 
 from __future__ import annotations
@@ -24,56 +24,70 @@ class Script:
 
 
 _REMOVE = """
--- Removes the payloads KEYS[from] and after, and from the index every entry up to that of the block whose first row is
--- `last`; how many bytes that frees.
-local function remove(from, index, last)
-  if from > #KEYS then return 0 end
+-- Removes the payloads KEYS[from] to KEYS[to]; how many bytes that frees.
+local function unlink(from, to)
   local freed = 0
-  for i = from, #KEYS do
+  for i = from, to do
     freed = freed + redis.call('STRLEN', KEYS[i])
     redis.call('UNLINK', KEYS[i])
   end
+  return freed
+end
+-- Removes every entry of the index up to that of the block whose first row is `last`.
+local function trim(index, last)
   -- Ids are ends of blocks: the first one above `last` is its own, unless it has left already. A damaged entry, which
   -- does not say whose it is, leaves too.
   local entry = redis.call('XRANGE', index, last .. '-1', '+', 'COUNT', 1)[1]
   local id = last
   if entry and (entry[2][1] ~= 'first_row' or entry[2][2] == last) then id = string.match(entry[1], '^%d+') end
   redis.call('XTRIM', index, 'MINID', id .. '-1')
-  return freed
 end
 """
 
 COMMIT = Script(
     _REMOVE
     + """
--- Comes right after a SET of KEYS[5], in one transaction.
--- KEYS owner, state, positions, blocks, staged, payload of this block, then payloads that leave
--- ARGV owner, key of the next row, first row, end row, collector, incarnation, sequence, rows stored, sampled,
---      consumed, dropped, first row of the last block that leaves, header, bytes of the payload, then of the block that
---      came before it in one message, if any, collector and position, which must be there
-local function refuse(word)
-  redis.call('UNLINK', KEYS[5])
-  return word
+-- Comes right after a SET of each staged payload, in one transaction. Stores the blocks up to the first that is
+-- refused, and says how many, or why the first one was.
+-- KEYS owner, state, positions, blocks, then of each block: staged, payload, and the payloads that leave for it
+-- ARGV owner, then of each block: header, and in one string key of the next row, first row, end row, collector,
+--      incarnation, sequence, rows stored, sampled, consumed, dropped, bytes of the payload, how many payloads leave,
+--      first row of the last block that leaves
+local owner, next_row = redis.call('GET', KEYS[1]), redis.call('HGET', KEYS[2], 'inserted')
+local function refusal(block, size)
+  if not owner then return 'lost' end
+  if owner ~= ARGV[1] then return 'fenced' end
+  if next_row ~= block[1] or size ~= tonumber(block[11]) then return 'out_of_step' end
+  local position = redis.call('HGET', KEYS[3], block[4]) or '0 0 0'
+  local incarnation, sequence = string.match(position, '^(%d+) (%d+)')
+  incarnation, sequence = tonumber(incarnation), tonumber(sequence)
+  if tonumber(block[5]) < incarnation then return 'replaced' end
+  if tonumber(block[5]) == incarnation and tonumber(block[6]) <= sequence then return 'duplicate' end
 end
-local owner = redis.call('GET', KEYS[1])
-if not owner then return refuse('lost') end
-if owner ~= ARGV[1] then return refuse('fenced') end
-if redis.call('HGET', KEYS[2], 'inserted') ~= ARGV[2] then return refuse('out_of_step') end
--- The record may be ahead of its owner by another block, and so be where this one belongs though the one before failed.
-if ARGV[15] and redis.call('HGET', KEYS[3], ARGV[15]) ~= ARGV[16] then return refuse('out_of_step') end
-local incarnation, sequence = string.match(redis.call('HGET', KEYS[3], ARGV[5]) or '0 0 0', '^(%d+) (%d+)')
-incarnation, sequence = tonumber(incarnation), tonumber(sequence)
-if tonumber(ARGV[6]) < incarnation then return refuse('replaced') end
-if tonumber(ARGV[6]) == incarnation and tonumber(ARGV[7]) <= sequence then return refuse('duplicate') end
-local size = redis.call('STRLEN', KEYS[5])
-if size ~= tonumber(ARGV[14]) then return refuse('out_of_step') end
-redis.call('RENAME', KEYS[5], KEYS[6])
-redis.call('XADD', KEYS[4], ARGV[4] .. '-0', 'first_row', ARGV[3], 'header', ARGV[13])
-local freed = remove(7, KEYS[4], ARGV[12])
-redis.call('HSET', KEYS[3], ARGV[5], ARGV[6] .. ' ' .. ARGV[7] .. ' ' .. ARGV[8])
-redis.call('HSET', KEYS[2], 'inserted', ARGV[4], 'sampled', ARGV[9], 'consumed', ARGV[10], 'dropped', ARGV[11])
-redis.call('HINCRBY', KEYS[2], 'payload_bytes', size - freed)
-return 'stored'
+local stored, grown, k, word, last, gone = 0, 0, 5
+for a = 2, #ARGV, 2 do
+  local block = {}
+  for digits in string.gmatch(ARGV[a + 1], '%S+') do block[#block + 1] = digits end
+  local size, leaving = redis.call('STRLEN', KEYS[k]), tonumber(block[12])
+  word = word or refusal(block, size)
+  if word then
+    redis.call('UNLINK', KEYS[k])
+  else
+    -- First what fails where the index is damaged: then nothing has changed.
+    redis.call('XADD', KEYS[4], block[3] .. '-0', 'first_row', block[2], 'header', ARGV[a])
+    redis.call('RENAME', KEYS[k], KEYS[k + 1])
+    redis.call('HSET', KEYS[3], block[4], block[5] .. ' ' .. block[6] .. ' ' .. block[7])
+    grown = grown + size - unlink(k + 2, k + 1 + leaving)
+    if leaving > 0 then gone = block[13] end
+    stored, last, next_row = stored + 1, block, block[3]
+  end
+  k = k + 2 + leaving
+end
+if stored == 0 then return word end
+if gone then trim(KEYS[4], gone) end
+redis.call('HSET', KEYS[2], 'inserted', next_row, 'sampled', last[8], 'consumed', last[9], 'dropped', last[10])
+redis.call('HINCRBY', KEYS[2], 'payload_bytes', grown)
+return 'stored ' .. stored
 """
 )
 
@@ -88,7 +102,8 @@ if not owner then return 'lost' end
 if owner ~= ARGV[1] then return 'fenced' end
 if redis.call('HGET', KEYS[2], 'inserted') ~= ARGV[2] then return 'out_of_step' end
 -- What frees memory comes first: a full store refuses the first write alone, and only if it is one that needs memory.
-local freed = remove(5, KEYS[3], ARGV[6])
+local freed = unlink(5, #KEYS)
+if #KEYS > 4 then trim(KEYS[3], ARGV[6]) end
 for page = tonumber(redis.call('HGET', KEYS[2], 'first_page') or ARGV[7]), tonumber(ARGV[7]) - 1 do
   redis.call('HDEL', KEYS[4], page)
 end

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.errors import ConfigError, ConflictError, PacelineError, ReplacedError, UnavailableError
 from paceline.replay.durability import describe_durability, parse_info
-from paceline.replay.link import Argument, RedisLink, ScriptCall
+from paceline.replay.link import Argument, RedisLink
 from paceline.replay.scripts import Script
 from paceline.replay.values import Values
 from paceline.telemetry import get_logger
@@ -131,22 +131,21 @@ class RedisStore:
         """What a script that changes nothing returns: values of one moment."""
         return self._link.read_by_script(script, keys)
 
-    def run_script(self, script: Script, keys: Sequence[bytes], arguments: Sequence[Argument]) -> str:
-        """Run a script that writes and give the word that it ends in.
+    def run_script(
+        self,
+        script: Script,
+        keys: Sequence[bytes],
+        arguments: Sequence[Argument],
+        before: Sequence[Sequence[Argument]] = (),
+    ) -> str:
+        """Run a script that writes, right after the commands `before` it, and give the words that it ends in.
 
         Raises:
             ReplacedError: another process owns the run.
             PacelineError: what its failure stands for.
         """
-        return self.run_scripts(script, [ScriptCall(keys, arguments)])[0]
-
-    def run_scripts(self, script: Script, calls: Sequence[ScriptCall]) -> list[str]:
-        """Run a script that writes once for each call, and give the words that it ends in, up to the first that failed.
-
-        Raises: as `run_script` does, where the first call fails.
-        """
-        words = [bytes(word).decode() for word in self._link.run_scripts(script, calls)]
-        if words[0] == "fenced":
+        words = bytes(self._link.run_script(script, keys, arguments, before)).decode()
+        if words == "fenced":
             self.fenced.set()
             raise ReplacedError(
                 f"another replay process has taken over run {self._run_id!r}; this one no longer stores rows and stops"

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
-from paceline.errors import BlockError, PacelineError, ReplacedError, UnavailableError
+from paceline.errors import BlockError, PacelineError, ReplacedError, StoreFullError, UnavailableError
 from paceline.replay.blocks import HeldBlock, HeldBlocks
 from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepError, Position, RedisLog
 from paceline.replay.metrics import TableMetrics
@@ -126,6 +126,7 @@ class Tiers:
         """
         for logged in self._log.read_blocks(self._blocks.end_row):
             self._take_in(logged)
+            self._show()
             yield
         # The newest block of a collector may have been left out, and is known all the same.
         self.positions.update(self._stored_positions)
@@ -148,17 +149,36 @@ class Tiers:
         planned = self._plan(blocks, sampled)
         began = time.perf_counter()
         try:
-            stored = self._log.append([each.write for each in planned])
+            stored = self._append(planned)
         except ReplacedError as error:
             raise (_moved(error) if self._log.replaced else error) from error
         if not stored:
             raise OutOfStepError(f"the record of table {self._name!r} has a block that memory does not know of, retry")
         redis_seconds = time.perf_counter() - began
         clock.switch("memory")
-        for each in planned[:stored]:
-            self._metrics.redis_append_seconds.observe(redis_seconds)
+        done = planned[:stored]
+        for each in done:
             self._store_in_memory(each)
-        return [each.block.row_count for each in planned[:stored]]
+        self._metrics.count_appended(
+            redis_seconds,
+            blocks=stored,
+            rows=sum(each.block.row_count for each in done),
+            rows_bytes=sum(each.block.data.nbytes for each in done),
+            payload_bytes=sum(each.held.payload_bytes for each in done),
+        )
+        self._show()
+        return [each.block.row_count for each in done]
+
+    def _append(self, planned: Sequence[_Planned]) -> int:
+        """Have Redis store blocks; how many it did. Raises as `RedisLog.append`."""
+        writes = [each.write for each in planned]
+        try:
+            return self._log.append(writes)
+        except StoreFullError:
+            if len(writes) == 1:
+                raise
+            # All together they need more room at once than the first alone, for which others may leave.
+            return self._log.append(writes[:1])
 
     def _plan(self, blocks: Sequence[CheckedBlock], sampled: int) -> list[_Planned]:
         """What stores the first block, and those after it for which no other of them must leave."""
@@ -203,10 +223,6 @@ class Tiers:
         self._count_dropped(planned.write.dropped)
         self._add(held, header, block)
         self._recorded = self.inserted = held.end_row
-        self._metrics.appended_rows.inc(block.row_count)
-        self._metrics.appended_blocks.inc()
-        self._metrics.appended_bytes.inc(block.data.nbytes)
-        self._metrics.appended_payload_bytes.inc(held.payload_bytes)
 
     def keep(self, *, sampled: int, all_pages: bool = False) -> None:
         """Write the counters, some changed pages (`all_pages`: every one), and what has left, to the record.
@@ -245,6 +261,7 @@ class Tiers:
                     self._recorded = logged.end_row
                 self.memory.set_end(self.inserted)
                 self._recorded = state.inserted
+                self._show()
                 get_logger().info("record_caught_up", table=self._name, inserted_rows=state.inserted)
             if state is None or state.inserted < self._recorded:
                 self._write_again(state, sampled)
@@ -293,7 +310,6 @@ class Tiers:
         self._metrics.removed_rows.inc(max(0, before + held.row_count - self.memory.row_count))
         self.positions.note(header)
         self._blocks.add(held)
-        self._show()
 
     def _versions(self, block: Block) -> npt.NDArray[np.int64] | None:
         """The policy version of each row, where the sampler asks for it; of an unroll that of its oldest step."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy.typing as npt
 import xxhash
 
 from paceline.errors import BlockError
-from paceline.rows.spec import FLOATING_TYPES, NUMPY_TYPES, RowSpec
+from paceline.rows.spec import NUMPY_TYPES, RowSpec
 
 if TYPE_CHECKING:
     import torch
@@ -122,28 +121,10 @@ def torch_columns(spec: RowSpec, data: torch.Tensor, names: Sequence[str] | None
 
 def find_non_finite(block: Block) -> str | None:
     """The name of the first floating column of the block that holds a NaN or an infinity, or None."""
-    for begin, end, dtype, names in _floating_runs(block.spec):
+    for begin, end, dtype, names in block.spec.floating_runs:
         if not _are_finite(block.data[:, begin:end].view(NUMPY_TYPES[dtype]), dtype):
             return next(name for name in names if not _are_finite(block.columns[name], dtype))
     return None
-
-
-@lru_cache(maxsize=64)
-def _floating_runs(spec: RowSpec) -> tuple[tuple[int, int, str, tuple[str, ...]], ...]:
-    """Begin and end of neighbouring columns of one floating type without a gap, and their names.
-
-    Looked at together they cost a fraction of what they do one by one.
-    """
-    runs: list[tuple[int, int, str, tuple[str, ...]]] = []
-    for column in spec.columns:
-        if column.dtype in FLOATING_TYPES:
-            begin = spec.offsets[column.name]
-            names: tuple[str, ...] = (column.name,)
-            if runs and runs[-1][1:3] == (begin, column.dtype):
-                last = runs.pop()
-                begin, names = last[0], last[3] + names
-            runs.append((begin, spec.offsets[column.name] + column.nbytes, column.dtype, names))
-    return tuple(runs)
 
 
 def _are_finite(values: npt.NDArray[Any], dtype: str) -> bool:

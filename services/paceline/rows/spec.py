@@ -115,6 +115,23 @@ class RowSpec:
             }
         )
 
+    @cached_property
+    def floating_runs(self) -> tuple[tuple[int, int, str, tuple[str, ...]], ...]:
+        """Begin and end of neighbouring columns of one floating type without a gap, that type, and their names.
+
+        Looked at together they cost a fraction of what they do one by one.
+        """
+        runs: list[tuple[int, int, str, tuple[str, ...]]] = []
+        for column in self.columns:
+            if column.dtype in FLOATING_TYPES:
+                begin = self.offsets[column.name]
+                names: tuple[str, ...] = (column.name,)
+                if runs and runs[-1][1:3] == (begin, column.dtype):
+                    last = runs.pop()
+                    begin, names = last[0], last[3] + names
+                runs.append((begin, self.offsets[column.name] + column.nbytes, column.dtype, names))
+        return tuple(runs)
+
     def __getitem__(self, name: str) -> Column:
         for column in self.columns:
             if column.name == name:
