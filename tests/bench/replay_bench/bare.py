@@ -1,4 +1,4 @@
-"""What the product is measured against: a prototype of durable appends, and transports that do nothing."""
+"""What the product is measured against: a prototype of appends and samples, and transports that do nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from replay_bench.workloads import BLOCK_ROWS, Workload
 
 
 def serve_prototype(redis_url: str, address: str, workload: Workload) -> None:
-    """Durable appends with nothing but their copies: no parsing, one SET, one write into a ring."""
+    """Durable appends and samples with nothing but their copies.
+
+    An append has no parsing, one SET, one write into a ring; a sample is one gather for each message.
+    """
     store = redis.Redis.from_url(redis_url)
     blocks = workload.ring_rows // BLOCK_ROWS
     ring = np.zeros((blocks * BLOCK_ROWS, workload.spec.row_bytes), np.uint8)
@@ -31,7 +34,18 @@ def serve_prototype(redis_url: str, address: str, workload: Workload) -> None:
             ring[slot * BLOCK_ROWS : (slot + 1) * BLOCK_ROWS] = np.frombuffer(data, np.uint8).reshape(BLOCK_ROWS, -1)
             yield b"stored"
 
-    _serve_grpc(address, "Prototype", {"Append": grpc.stream_stream_rpc_method_handler(append)})
+    def sample(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        random = np.random.default_rng(0)
+        rows = np.empty((MESSAGE_BYTES // workload.spec.row_bytes, workload.spec.row_bytes), np.uint8)
+        while True:
+            np.take(ring, random.integers(0, len(ring), len(rows)), axis=0, out=rows, mode="clip")
+            yield rows.tobytes()
+
+    methods = {
+        "Append": grpc.stream_stream_rpc_method_handler(append),
+        "Sample": grpc.unary_stream_rpc_method_handler(sample),
+    }
+    _serve_grpc(address, "Prototype", methods)
 
 
 def serve_bare(grpc_address: str, tcp_address: str) -> None:

@@ -10,7 +10,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import grpc
@@ -153,23 +153,26 @@ class ProductSampler:
 
     def sample(self, batch_rows: int, seconds: float) -> Moved:
         """Rows in whole batches in this process."""
-        batch, batches, filled = np.empty((batch_rows, self._row_bytes), np.uint8), 0, 0
-        orders, done = _Orders(batch_rows, max(4, IN_FLIGHT_BYTES // batch.nbytes), self._table), _for_seconds(seconds)
-        began = time.perf_counter()
+        orders = _Orders(batch_rows, max(4, IN_FLIGHT_BYTES // (batch_rows * self._row_bytes)), self._table)
         stream = self._sample(orders, timeout=STREAM_SECONDS)
-        for bulk in stream:
-            rows = np.frombuffer(bulk.payload, np.uint8).reshape(-1, self._row_bytes)
-            while len(rows):
-                part = rows[: batch_rows - filled]
-                batch[filled : filled + len(part)] = part
-                filled, rows = filled + len(part), rows[len(part) :]
-                if filled == batch_rows:
-                    filled, batches = 0, batches + 1
-                    orders.note_taken()
-            if batches and done(batches):
-                break
-        moved = Moved(batches * batch_rows, time.perf_counter() - began)
+        payloads = (bulk.payload for bulk in stream)
+        moved = _fill_batches(payloads, batch_rows, self._row_bytes, _for_seconds(seconds), orders.note_taken)
         orders.end()
+        stream.cancel()
+        return moved
+
+
+class PrototypeSampler:
+    """Samples batches from the prototype."""
+
+    def __init__(self, address: str, workload: Workload) -> None:
+        self._sample = open_channel(address, RpcConfig()).unary_stream("/Prototype/Sample")
+        self._row_bytes = workload.spec.row_bytes
+
+    def sample(self, batch_rows: int, seconds: float) -> Moved:
+        """Rows in whole batches in this process."""
+        stream = self._sample(b"", timeout=STREAM_SECONDS, wait_for_ready=True)
+        moved = _fill_batches(stream, batch_rows, self._row_bytes, _for_seconds(seconds), lambda: None)
         stream.cancel()
         return moved
 
@@ -303,6 +306,30 @@ def _insert_blocks(
             done.set()
         window.release(blocks)
     return Moved(counted * BLOCK_ROWS, seconds)
+
+
+def _fill_batches(
+    payloads: Iterable[bytes | memoryview],
+    batch_rows: int,
+    row_bytes: int,
+    enough: Callable[[int], bool],
+    on_batch: Callable[[], None],
+) -> Moved:
+    """Rows copied into one batch after the other, until `enough` of so many; `on_batch` is told of each."""
+    batch, batches, filled = np.empty((batch_rows, row_bytes), np.uint8), 0, 0
+    began = time.perf_counter()
+    for payload in payloads:
+        rows = np.frombuffer(payload, np.uint8).reshape(-1, row_bytes)
+        while len(rows):
+            part = rows[: batch_rows - filled]
+            batch[filled : filled + len(part)] = part
+            filled, rows = filled + len(part), rows[len(part) :]
+            if filled == batch_rows:
+                filled, batches = 0, batches + 1
+                on_batch()
+        if batches and enough(batches):
+            break
+    return Moved(batches * batch_rows, time.perf_counter() - began)
 
 
 def _for_seconds(seconds: float) -> Callable[[int], bool]:

@@ -65,6 +65,9 @@ def _measures() -> Iterator[Measure]:
         "tcp_bytes_per_s",
     )
     yield from per_workload(
+        "sample 8,192 / prototype", alike(0.75, 0.9), "sample_8192_rows_per_s", "prototype_sample_rows_per_s"
+    )
+    yield from per_workload(
         "sample 256 / sample 8,192", alike(0.6, 0.75), "sample_256_rows_per_s", "sample_8192_rows_per_s"
     )
     yield from per_workload(

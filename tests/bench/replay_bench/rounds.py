@@ -27,12 +27,17 @@ class Extent:
     """Of a turn."""
 
 
-def take_turns(title: str, turns: Sequence[Turn], extent: Extent) -> Figures:
-    """The figures of all turns, with one value for each round."""
+def take_turns(title: str, turns: Sequence[Turn], extent: Extent, settle: Callable[[], None] = lambda: None) -> Figures:
+    """The figures of all turns, with one value for each round.
+
+    Args:
+        settle: waits until what the turn before left running is over.
+    """
     figures: Figures = {}
     for number in range(extent.rounds + 1):
         print(f"{title}: {f'round {number} of {extent.rounds}' if number else 'warming up'}", file=sys.stderr)
         for turn in turns if number % 2 == 0 else reversed(turns):
+            settle()
             found = turn(extent.seconds if number else extent.seconds * WARM_UP_SHARE)
             if number:
                 for name, value in found.items():

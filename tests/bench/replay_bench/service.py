@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import redis
+
 from paceline.local.embedded import EmbeddedRedis
 from replay_bench.bare import serve_bare, serve_prototype
-from replay_bench.clients import BareReader, ProductSampler, ProductWriter, PrototypeWriter
+from replay_bench.clients import BareReader, ProductSampler, ProductWriter, PrototypeSampler, PrototypeWriter
 from replay_bench.peers import Peers, peer_versions
 from replay_bench.processes import CpuMeter, Remote, ServerProcess, free_address
 from replay_bench.product import serve_product, serve_unrecorded
@@ -20,6 +23,8 @@ BATCH_ROWS = 8192
 SMALL_BATCH_ROWS = 256
 SHORT_SHARE = 0.5
 """Of a turn's seconds, for what is steady: transports that do nothing, and peers within one process."""
+SETTLE_SECONDS = 20.0
+"""Before a turn, at most."""
 
 
 class ServiceSuite:
@@ -27,18 +32,20 @@ class ServiceSuite:
 
     def __init__(self, stack: ExitStack, workload: Workload, folder: Path, redis_binary: Path | None) -> None:
         self._workload = workload
-        self._redis, prototype_redis = (
+        self._stores = [
             EmbeddedRedis.start(folder / f"{workload.name}-{name}", binary=redis_binary)
             for name in ("product", "prototype")
-        )
-        stack.callback(self._redis.stop)
-        stack.callback(prototype_redis.stop)
+        ]
+        for store in self._stores:
+            stack.callback(store.stop)
+        self._redis, prototype_redis = self._stores
         product, unrecorded, prototype, grpc, tcp = (free_address() for _ in range(5))
         tables = (TABLE, PRIORITISED) if workload.name == "w2" else (TABLE,)
         self._product = ServerProcess(stack, serve_product, self._redis.url, product, workload.ring_rows, tables)
         ServerProcess(stack, serve_prototype, prototype_redis.url, prototype, workload)
         self._writers = {table: Remote(stack, ProductWriter, product, workload, table) for table in tables}
         self._prototype_writer = Remote(stack, PrototypeWriter, prototype, workload)
+        self._prototype_sampler = Remote(stack, PrototypeSampler, prototype, workload)
         self._samplers = {table: Remote(stack, ProductSampler, product, workload, table) for table in tables}
         if workload.name in LARGE:
             self._unrecorded = ServerProcess(stack, serve_unrecorded, unrecorded, workload.ring_rows)
@@ -50,7 +57,7 @@ class ServiceSuite:
     def measure(self, extent: Extent) -> Figures:
         """Figures of all turns."""
         self._fill()
-        figures = take_turns(f"{self._workload.name} service", self._turns(), extent)
+        figures = take_turns(f"{self._workload.name} service", self._turns(), extent, self._settle)
         if self._workload.name not in LARGE:
             return figures
         self._writers[TABLE].call("fill", self._workload.ring_rows)  # in plain form, whichever form the last turn wrote
@@ -59,7 +66,8 @@ class ServiceSuite:
 
     def _fill(self) -> None:
         """Fill every ring, so that each later block removes one."""
-        writers, others = [*self._writers.values(), self._prototype_writer], [*self._samplers.values()]
+        writers = [*self._writers.values(), self._prototype_writer]
+        others = [*self._samplers.values(), self._prototype_sampler]
         if self._workload.name in LARGE:
             writers.append(self._unrecorded_writer)
             others += [self._reader, self._peers]
@@ -72,11 +80,20 @@ class ServiceSuite:
         for other in others:
             other.ready()
 
+    def _settle(self) -> None:
+        """Wait until no Redis rewrites its file: a turn would pay for what another one wrote."""
+        until = time.monotonic() + SETTLE_SECONDS
+        for store in self._stores:
+            with redis.Redis.from_url(store.url) as client:
+                while client.info("persistence")["aof_rewrite_in_progress"] and time.monotonic() < until:
+                    time.sleep(0.02)
+
     def _turns(self) -> list[Turn]:
         turns = [
             self._insert,
             self._insert_into_prototype,
             self._sample,
+            self._sample_from_prototype,
             self._sampling(TABLE, SMALL_BATCH_ROWS),
             self._insert_and_sample,
         ]
@@ -116,6 +133,10 @@ class ServiceSuite:
             sample_8192_bytes_per_s=moved.per_second * self._workload.payload_bytes,
             sample_cpu_s_per_gb=meter.seconds / self._gigabytes(moved),
         )
+
+    def _sample_from_prototype(self, seconds: float) -> dict[str, float]:
+        moved = self._prototype_sampler.call("sample", BATCH_ROWS, seconds)
+        return self._figures(prototype_sample_rows_per_s=moved.per_second)
 
     def _sampling(self, table: str, batch_rows: int) -> Turn:
         name = "prioritised" if table == PRIORITISED else "sample"
