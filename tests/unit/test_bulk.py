@@ -272,3 +272,25 @@ def test_thousands_of_damaged_messages_with_arrays_are_read_as_protobuf_reads_th
         for name, values in bulk.arrays.items():
             assert values.tobytes() == np.asarray(getattr(message, name), values.dtype).tobytes()
     assert refused > 1_000
+
+
+@pytest.mark.parametrize("guess", [lambda rest: rest, lambda rest: 0, lambda rest: rest + 3, lambda rest: rest - 1])
+@pytest.mark.parametrize("size", [0, 1, 300, 1 << 20])
+def test_a_message_that_is_written_in_place_is_as_one_that_is_serialised(size, guess):
+    payload = np.random.default_rng(size).integers(0, 256, size).astype(np.uint8)
+    head, keys = pb.SampleResponse(row_count=7, inserted_row_count=1 << 40), np.arange(5, dtype=np.uint64)
+    rest = SAMPLE.serialize(Bulk(head, arrays={"keys": keys}))
+    draft = SAMPLE.draft(size, guess(len(rest)))
+    draft.payload[:] = payload
+    data = draft.finish(rest)
+    expected = pb.SampleResponse(row_count=7, inserted_row_count=1 << 40, keys=keys.tolist(), rows=payload.tobytes())
+    assert pb.SampleResponse.FromString(data) == expected
+    bulk = SAMPLE.deserialize(data)
+    assert (bulk.head, bytes(bulk.payload), bulk.arrays["keys"].tolist()) == (head, payload.tobytes(), keys.tolist())
+
+
+def test_what_a_draft_was_written_through_outlives_it():
+    payload = SAMPLE.draft(1 << 20, 0).payload
+    others = [bytes(1 << 20) for _ in range(4)]  # they would take its memory
+    payload[:] = 1
+    assert not any(map(any, others))

@@ -9,7 +9,7 @@ import numpy as np
 from paceline.lag.bound import LearnerVersion
 from paceline.replay.streams import Requests, Stream
 from paceline.replay.table import Table
-from paceline.rpc.bulk import NO_ARRAYS, Arrays, Bulk
+from paceline.rpc.bulk import NO_ARRAYS, SAMPLE_RESPONSE, Arrays, Bulk
 from paceline.tables.memory import Drawn
 from paceline.telemetry import ActivityClock
 from paceline.v1 import replay_pb2 as pb
@@ -73,13 +73,13 @@ class Credit:
 
 def sample_messages(
     table: Table, first: pb.SampleRequest, credit: Credit, stream: Stream, clock: ActivityClock
-) -> Iterator[Bulk[pb.SampleResponse]]:
-    """The messages that a Sample stream owes, until the client asks for no more."""
+) -> Iterator[bytes]:
+    """The messages that a Sample stream owes, serialised, until the client asks for no more."""
     batch_size = first.batch_size
     message_rows = max(1, MESSAGE_BYTES // table.spec.row_bytes)
-    buffer = np.empty((message_rows, table.spec.row_bytes), np.uint8)
     random = np.random.default_rng(first.seed if first.HasField("seed") else None)
     granted = 0  # rows that the limiter has let pass and that are not sampled yet
+    rest = b""  # of the last message: that of the next one is as long as a rule
     try:
         while True:
             if granted < message_rows:
@@ -94,7 +94,9 @@ def sample_messages(
                 credit.take(batches)
                 granted += batches * batch_size
             clock.switch("gather")
-            rows = buffer[: min(granted, message_rows)]
+            row_count = min(granted, message_rows)
+            draft = SAMPLE_RESPONSE.draft(row_count * table.spec.row_bytes, len(rest))
+            rows = draft.payload.reshape(row_count, table.spec.row_bytes)
             drawn = table.draws.draw(
                 random,
                 rows,
@@ -103,16 +105,17 @@ def sample_messages(
                 policy_version=credit.policy_version,
                 details=first.row_details,
             )
-            granted -= len(rows)
+            granted -= row_count
             head = pb.SampleResponse(
-                row_count=len(rows),
+                row_count=row_count,
                 table_row_count=table.memory.row_count,
                 inserted_row_count=table.inserted,
                 row_spec_digest=table.spec.digest,
             )
+            arrays = _arrays(drawn) if drawn is not None and first.row_details else NO_ARRAYS
+            rest = SAMPLE_RESPONSE.serialize(Bulk(head, arrays=arrays))
             clock.switch("send")
-            # Serialised before the next round fills the buffer again.
-            yield Bulk(head, rows, _arrays(drawn) if drawn is not None and first.row_details else NO_ARRAYS)
+            yield draft.finish(rest)
     finally:
         table.draws.give_back(granted)
 

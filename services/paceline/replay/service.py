@@ -35,7 +35,7 @@ from paceline.replay.sampling import Credit, sample_messages
 from paceline.replay.streams import Streams
 from paceline.replay.table import Appended
 from paceline.replay.tables import Tables
-from paceline.rpc.bulk import APPEND_REQUEST, FOLLOW_RESPONSE, SAMPLE_RESPONSE, UPDATE_PRIORITIES_REQUEST, Bulk
+from paceline.rpc.bulk import APPEND_REQUEST, FOLLOW_RESPONSE, UPDATE_PRIORITIES_REQUEST, Bulk
 from paceline.rpc.wire import SentBlock, blocks_from_wire, row_spec_from_wire, timestamp
 from paceline.tables.limiter import Ended
 from paceline.telemetry import ActivityClock
@@ -78,7 +78,7 @@ class ReplayService:
             {
                 "OpenTable": unary(self.open_table, None, pb.OpenTableResponse.SerializeToString),
                 "Append": stream(self.append, None, pb.AppendResponse.SerializeToString),
-                "Sample": stream(self.sample, None, SAMPLE_RESPONSE.serialize),
+                "Sample": stream(self.sample, None, None),
                 "UpdatePriorities": unary(self.update_priorities, None, pb.UpdatePrioritiesResponse.SerializeToString),
                 "Follow": stream(self.follow, None, FOLLOW_RESPONSE.serialize),
                 "DescribeTables": unary(self.describe_tables, None, pb.DescribeTablesResponse.SerializeToString),
@@ -112,7 +112,7 @@ class ReplayService:
                         clock.switch("receive")
                         yield _acknowledge(appended)
 
-    def sample(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Bulk[pb.SampleResponse]]:
+    def sample(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Serve Sample."""
         clock = ActivityClock(self._metrics.activity_seconds, SAMPLE_ACTIVITIES, "credit")
         with self._streams.open("Sample", context) as stream:

@@ -8,6 +8,7 @@ what a little-endian numpy array is in memory.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +24,7 @@ from paceline.v1 import replay_pb2
 MessageT = TypeVar("MessageT", bound=Message)
 Arrays = Mapping[str, npt.NDArray[Any]]
 Buffer = bytes | memoryview | ByteMatrix
+ByteVector = npt.NDArray[np.uint8]
 
 _LENGTH_DELIMITED = 2
 _GROUP_TYPES = (3, 4)
@@ -87,6 +89,14 @@ class BulkFormat(Generic[MessageT]):
             parts += (self._payload_tag, _varint(sum(map(len, views))), *views)
         return b"".join(parts)
 
+    def draft(self, payload_bytes: int, rest_bytes: int) -> Draft:
+        """A message to be written in place.
+
+        Args:
+            rest_bytes: of all that is not payload, as it will be; a guess that proves wrong costs a copy.
+        """
+        return Draft(self._payload_tag + _varint(payload_bytes), payload_bytes, rest_bytes)
+
     def deserialize(self, data: bytes) -> Bulk[MessageT]:
         """Take wire bytes apart; payload and arrays are views of `data`. Fields may come in any order.
 
@@ -150,6 +160,43 @@ class BulkFormat(Generic[MessageT]):
             pieces = found.get(name, [])
             joined[name] = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, dtype), *pieces])
         return joined
+
+
+class Draft:
+    """A message whose payload is written where it will be sent from: that spares a copy of all of it."""
+
+    def __init__(self, start: bytes, payload_bytes: int, rest_bytes: int) -> None:
+        """`BulkFormat.draft` makes one; `start` announces the payload."""
+        self._message, memory = _unfilled_bytes(len(start) + payload_bytes + rest_bytes)
+        memory[: len(start)] = np.frombuffer(start, np.uint8)
+        self._payload_end = len(start) + payload_bytes
+        self.payload = memory[len(start) : self._payload_end]
+        """`[payload_bytes]` of no defined value, to be filled before `finish` and left alone after it."""
+        self._rest = memory[self._payload_end :]
+
+    def finish(self, rest: bytes) -> bytes:
+        """The message, with what `BulkFormat.serialize` gives for all that is not payload."""
+        if len(rest) != len(self._rest):
+            return b"".join((memoryview(self._message)[: self._payload_end], rest))
+        self._rest[:] = np.frombuffer(rest, np.uint8)
+        return self._message
+
+
+def _unfilled_bytes(size: int) -> tuple[bytes, ByteVector]:
+    """A new object of 2 bytes or more, and a view through which to fill it before anybody else sees it.
+
+    Python's C interface has this for makers of bytes: https://docs.python.org/3/c-api/bytes.html.
+    """
+    message = _NEW_BYTES(None, size)
+    memory = (ctypes.c_uint8 * size).from_address(_ADDRESS_OF(message))
+    memory.owner = message  # type: ignore[attr-defined]  # it lives as long as a view of it
+    return message, np.frombuffer(memoryview(memory), np.uint8)
+
+
+_NEW_BYTES = ctypes.pythonapi.PyBytes_FromStringAndSize
+_NEW_BYTES.restype, _NEW_BYTES.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t)
+_ADDRESS_OF = ctypes.pythonapi.PyBytes_AsString
+_ADDRESS_OF.restype, _ADDRESS_OF.argtypes = ctypes.c_void_p, (ctypes.py_object,)
 
 
 def _tag(field_number: int) -> bytes:
