@@ -61,14 +61,14 @@ def test_a_follower_gets_what_is_there_and_then_each_row_as_it_comes(opened):
     assert replay.metrics()[f'paceline_replay_followed_rows_total{{table="{TABLE}"}}'] == 60
 
 
-def test_blocks_share_messages_and_large_ones_are_cut_to_about_a_megabyte(redis_server, serve):
-    spec = RowSpec((Column("x", "uint8", (1000,)),))  # 1048 rows a message
+def test_blocks_share_messages_and_large_ones_are_cut_to_about_two_megabytes(redis_server, serve):
+    spec = RowSpec((Column("x", "uint8", (1000,)),))  # 2097 rows a message
     _, client = serve(make_config(redis_server.url))
     client.open(spec)
     for sequence in range(1, 31):
         client.append(request(sequence, Block.empty(spec, 100)))
     answers = [answer for answer in client.follow(3000) if answer.row_count]
-    assert [answer.row_count for answer in answers] == [1048, 1048, 904]
+    assert [answer.row_count for answer in answers] == [2097, 903]
     for answer in answers:
         assert len(answer.rows) == answer.row_count * spec.row_bytes <= MESSAGE_BYTES
         assert len(answer.stored_at) == answer.row_count

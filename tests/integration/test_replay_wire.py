@@ -231,20 +231,39 @@ def test_a_later_sample_request_that_differs_is_refused(opened, later, text):
 
 
 def test_large_batches_are_cut_and_small_ones_share_a_message(redis_server, serve):
-    spec = RowSpec((Column("x", "uint8", (1000,)),))  # 1000 bytes a row, 1048 rows a message
+    spec = RowSpec((Column("x", "uint8", (1000,)),))  # 1000 bytes a row, 2097 rows a message
     _, client = serve(make_config(redis_server.url))
     client.open(spec)
     rows = Block.empty(spec, 500)
     client.append(request(1, rows))
     large = client.sample(3000, 2)
-    assert [message.row_count for message in large] == [1048, 1048, 1048, 1048, 1048, 760]
+    assert [message.row_count for message in large] == [2097, 2097, 1806]
     small = client.sample(100, 60)
     assert sum(message.row_count for message in small) == 6000
-    assert len(small) <= 7
+    assert len(small) <= 4
     for message in large + small:
         assert len(message.rows) == message.row_count * spec.row_bytes <= MESSAGE_BYTES
         assert (message.table_row_count, message.inserted_row_count) == (500, 500)
         assert message.row_spec_digest == spec.digest
+
+
+@pytest.mark.parametrize("columns", [1, 40])
+def test_no_answer_is_larger_than_a_peer_accepts(redis_server, serve, columns):
+    limit = 1 << 16
+    spec = RowSpec((Column("x", "float32", (columns,)),))
+    _, client = serve(
+        make_config(redis_server.url, rpc={"max_message_bytes": limit}, learner={"chunk_bytes": limit // 2})
+    )
+    client.open(spec)
+    for number in range(1, 11):
+        client.append(request(number, Block.empty(spec, 100)))
+    asked = client.sample_request(5000, 2)
+    asked.row_details = True
+    with raising("replay"):
+        details = list(client.stub.Sample(iter([asked]), timeout=SECONDS))
+    for messages, rows in ((client.sample(5000, 2), 10_000), (details, 10_000), (client.follow(1000), 1000)):
+        assert sum(message.row_count for message in messages) == rows
+        assert max(message.ByteSize() for message in messages) <= limit
 
 
 def test_bulk_peers_and_plain_protobuf_peers_understand_each_other(opened):
@@ -518,15 +537,15 @@ def test_batches_that_the_limiter_granted_are_not_held_back_for_those_it_did_not
 def test_the_rest_of_a_batch_is_not_held_back_for_the_next_one(redis_server, serve):
     config = make_config(
         redis_server.url,
-        limiter={"window_rows": 3000},
-        learner={"updates": "strict", "batch_size": 1500, "updates_per_step": 0.001},
+        limiter={"window_rows": 6000},
+        learner={"updates": "strict", "batch_size": 3000, "updates_per_step": 0.001},
     )
-    spec = RowSpec((Column("x", "uint8", (1000,)),))  # 1048 rows a message
+    spec = RowSpec((Column("x", "uint8", (1000,)),))  # 2097 rows a message
     _, client = serve(config)
     client.open(spec)
     client.append(request(1, Block.empty(spec, 1)))
-    stream = client.stub.Sample(iter([client.sample_request(1500, 2)]), timeout=SECONDS)
-    assert [next(stream).row_count, next(stream).row_count] == [1048, 452]
+    stream = client.stub.Sample(iter([client.sample_request(3000, 2)]), timeout=SECONDS)
+    assert [next(stream).row_count, next(stream).row_count] == [2097, 903]
 
 
 def stream_count(replay, rpc: str) -> float:

@@ -123,7 +123,7 @@ class RpcConfig(Model):
     backoff_max_seconds: PositiveFloat = 5.0
     """Longest wait before a retry."""
     max_message_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30)] = 64 << 20
-    """Largest message that either end accepts; bulk data travels in messages of about 1 MiB."""
+    """Largest message that either end accepts; bulk data travels in messages of 1 or 2 MiB."""
     drain_seconds: PositiveFloat = 5.0
     """After a stop signal, calls in progress may finish for so long."""
     connection_seconds: PositiveFloat = 1800.0

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 from paceline.errors import InvalidInputError
 from paceline.replay.followers import Follower
-from paceline.replay.sampling import MESSAGE_BYTES
 from paceline.replay.streams import Requests, Stream
 from paceline.replay.table import Table
 from paceline.rpc.bulk import Bulk
@@ -34,11 +33,12 @@ def follow_messages(
     parse: Callable[[bytes], pb.FollowRequest],
     stream: Stream,
     clock: ActivityClock,
+    message_rows: int,
 ) -> Iterator[Bulk[pb.FollowResponse]]:
     """The messages of a Follow stream: news at the start and when the table is complete, rows as they come.
 
-    Blocks that lie ready share a message of about 1 MiB; a follower that is slow to read them gets fuller ones. It ends
-    when the caller sends no more requests and nothing that it wants can come any more.
+    Blocks that lie ready share a message of up to `message_rows` rows; a follower that is slow to read them gets fuller
+    ones. It ends when the caller sends no more requests and nothing that it wants can come any more.
 
     Args:
         parse: gives a later request, checked against the first one.
@@ -59,15 +59,15 @@ def follow_messages(
     try:
         take(first)
         later = Requests(stream, requests, lambda data: take(parse(data)), on_change=table.wake)
-        yield from _rows_as_they_come(table, follower, _first_wanted(table, first), later, clock)
+        yield from _rows_as_they_come(table, follower, _first_wanted(table, first), later, clock, message_rows)
     finally:
         table.followers.leave(follower)
 
 
 def _rows_as_they_come(
-    table: Table, follower: Follower, cursor: int, later: Requests, clock: ActivityClock
+    table: Table, follower: Follower, cursor: int, later: Requests, clock: ActivityClock, message_rows: int
 ) -> Iterator[Bulk[pb.FollowResponse]]:
-    rows_in_message, memory = max(1, MESSAGE_BYTES // table.spec.row_bytes), table.memory
+    memory = table.memory
     told_complete = table.complete
     yield Bulk(_head(table, max(cursor, memory.first_row), 0, told_complete))
     while True:
@@ -76,7 +76,7 @@ def _rows_as_they_come(
             while True:
                 later.require_going()
                 table.followers.require_current(follower)
-                complete, wanted = table.complete, follower.wanted_rows(cursor, rows_in_message)
+                complete, wanted = table.complete, follower.wanted_rows(cursor, message_rows)
                 if (wanted and cursor < memory.end_row) or complete != told_complete:
                     break
                 if later.closed and (not wanted or (complete and cursor >= table.inserted)):
@@ -85,7 +85,7 @@ def _rows_as_they_come(
         clock.switch("read")
         first_row, rows, stored_at = table.read(cursor, wanted)
         # Where rows have left, the first one that is there may lie beyond those that are wanted.
-        count = min(len(rows), follower.wanted_rows(first_row, rows_in_message))
+        count = min(len(rows), follower.wanted_rows(first_row, message_rows))
         # Told of such a gap, a follower can want more: the keys in it used up what it had wanted.
         passed_over, cursor = first_row > cursor, first_row + count
         if count == 0 and complete == told_complete and not passed_over:

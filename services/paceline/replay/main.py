@@ -68,7 +68,13 @@ def run(config: Config, *, resume: bool, stop: StopSignal, shard: int = 0) -> No
         shard=shard if config.replay.shards > 1 else None,
     )
     tables = Tables(config, store, metrics, shard=shard)
-    service = ReplayService(config.run_id, tables, metrics, max_collectors=config.collector.max_count)
+    service = ReplayService(
+        config.run_id,
+        tables,
+        metrics,
+        max_collectors=config.collector.max_count,
+        max_message_bytes=config.rpc.max_message_bytes,
+    )
     with ExitStack() as stack:
         stack.callback(store.close)
         server = Server(

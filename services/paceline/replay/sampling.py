@@ -14,8 +14,19 @@ from paceline.tables.memory import Drawn
 from paceline.telemetry import ActivityClock
 from paceline.v1 import replay_pb2 as pb
 
-MESSAGE_BYTES = 1 << 20
-"""Rows in one answer: large batches are cut, small ones share a message."""
+MESSAGE_BYTES = 2 << 20
+"""Rows in one answer: large batches are cut, small ones share a message.
+
+A bare stream is at its best at 1 MiB, but here each message costs a draw and its bookkeeping too: 2 MiB carry a fifth
+more rows a second, 4 MiB no more than that.
+"""
+DETAIL_BYTES = 24
+"""Of each row, beside itself: what an answer says of it at most."""
+
+
+def message_rows_of(row_bytes: int, max_message_bytes: int) -> int:
+    """Rows that one answer has at most, so that no peer need refuse it."""
+    return max(1, min(MESSAGE_BYTES // row_bytes, max_message_bytes // 2 // (row_bytes + DETAIL_BYTES)))
 
 
 class Credit:
@@ -72,11 +83,13 @@ class Credit:
 
 
 def sample_messages(
-    table: Table, first: pb.SampleRequest, credit: Credit, stream: Stream, clock: ActivityClock
+    table: Table, first: pb.SampleRequest, credit: Credit, stream: Stream, clock: ActivityClock, message_rows: int
 ) -> Iterator[bytes]:
-    """The messages that a Sample stream owes, serialised, until the client asks for no more."""
+    """The messages that a Sample stream owes, serialised, until the client asks for no more.
+
+    Each has `message_rows` rows at most.
+    """
     batch_size = first.batch_size
-    message_rows = max(1, MESSAGE_BYTES // table.spec.row_bytes)
     random = np.random.default_rng(first.seed if first.HasField("seed") else None)
     granted = 0  # rows that the limiter has let pass and that are not sampled yet
     rest = b""  # of the last message: that of the next one is as long as a rule

@@ -31,9 +31,9 @@ from paceline.identity import require_same_run
 from paceline.replay.description import describe
 from paceline.replay.following import MAX_COUNT, check_progress, follow_messages
 from paceline.replay.metrics import APPEND_ACTIVITIES, FOLLOW_ACTIVITIES, SAMPLE_ACTIVITIES, ReplayMetrics
-from paceline.replay.sampling import Credit, sample_messages
+from paceline.replay.sampling import Credit, message_rows_of, sample_messages
 from paceline.replay.streams import Streams
-from paceline.replay.table import Appended
+from paceline.replay.table import Appended, Table
 from paceline.replay.tables import Tables
 from paceline.rpc.bulk import APPEND_REQUEST, FOLLOW_RESPONSE, UPDATE_PRIORITIES_REQUEST, Bulk
 from paceline.rpc.wire import SentBlock, blocks_from_wire, row_spec_from_wire, timestamp
@@ -65,9 +65,11 @@ MessageT = TypeVar("MessageT", bound=Message)
 class ReplayService:
     """The RPCs of ReplayService for one run."""
 
-    def __init__(self, run_id: str, tables: Tables, metrics: ReplayMetrics, *, max_collectors: int) -> None:
+    def __init__(
+        self, run_id: str, tables: Tables, metrics: ReplayMetrics, *, max_collectors: int, max_message_bytes: int
+    ) -> None:
         self._run_id, self._tables, self._metrics = run_id, tables, metrics
-        self._max_collectors = max_collectors
+        self._max_collectors, self._max_message_bytes = max_collectors, max_message_bytes
         self._streams = Streams(on_change=tables.wake, opened=metrics.streams)
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -125,7 +127,7 @@ class ReplayService:
                 raise InvalidInputError(f"table {table.name!r} is a queue: expected Follow; a queue is never sampled")
             table.require_readable()
             credit = Credit(stream, requests, lambda later: self._parse_later_sample(later, first), first)
-            yield from sample_messages(table, first, credit, stream, clock)
+            yield from sample_messages(table, first, credit, stream, clock, self._message_rows(table))
 
     def update_priorities(self, data: bytes, context: grpc.ServicerContext) -> pb.UpdatePrioritiesResponse:
         """Serve UpdatePriorities."""
@@ -146,7 +148,13 @@ class ReplayService:
             first = self._parse_follow(data)
             table = self._tables[first.table]
             yield from follow_messages(
-                table, first, requests, lambda later: self._parse_later_follow(later, first), stream, clock
+                table,
+                first,
+                requests,
+                lambda later: self._parse_later_follow(later, first),
+                stream,
+                clock,
+                self._message_rows(table),
             )
 
     def describe_tables(self, data: bytes, context: grpc.ServicerContext) -> pb.DescribeTablesResponse:
@@ -181,6 +189,9 @@ class ReplayService:
                 f"expected 1 or more, and a sequence below {MAX_COUNT}"
             )
         return sent
+
+    def _message_rows(self, table: Table) -> int:
+        return message_rows_of(table.spec.row_bytes, self._max_message_bytes)
 
     def _parse_sample(self, data: bytes) -> pb.SampleRequest:
         request = _parse(pb.SampleRequest, data)

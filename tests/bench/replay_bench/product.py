@@ -36,7 +36,13 @@ def serve_unrecorded(address: str, ring_rows: int) -> None:
     metrics = ReplayMetrics(CollectorRegistry())
     tables = replay_tables.Tables(config, ForgetfulStore("unix:///none", RUN, deadline_seconds=1), metrics)
     tables.load()
-    service = ReplayService(RUN, tables, metrics, max_collectors=config.collector.max_count)
+    service = ReplayService(
+        RUN,
+        tables,
+        metrics,
+        max_collectors=config.collector.max_count,
+        max_message_bytes=config.rpc.max_message_bytes,
+    )
     server = Server(address, config.rpc, services=[SERVICE], register=[], handlers=[service.handler()], max_streams=16)
     server.start()
     server.set_serving(True)
