@@ -123,6 +123,10 @@ def test_the_ring_holds_the_newest_whole_blocks_that_fit(capacity, gap, steps):
         if keys:
             with ring.lock:
                 assert ring.keys_at(np.arange(len(keys))).tolist() == keys
+                # Whether there are holes or not, one seed draws the same of the rows by age.
+                offsets = np.random.default_rng(number).integers(0, len(keys), 30)
+                drawn = ring.draw_evenly(np.random.default_rng(number), 30)
+                assert drawn.tolist() == [keys[offset] for offset in offsets]
                 span = range(keys[0] - 3, oracle.end + 3)
                 assert ring.held(span.start, len(span)).tolist() == [key in keys for key in span]
             out, times = np.empty((len(keys), ROW_BYTES), np.uint8), np.empty(len(keys))

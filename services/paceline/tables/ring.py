@@ -241,11 +241,15 @@ class Ring:
             held[max(0, first - first_row) : max(0, end - first_row)] = True
         return held
 
+    def draw_evenly(self, random: np.random.Generator, n: int) -> Keys:
+        """`[n]` keys of rows that are held, each with the same probability. Call with the lock held."""
+        if len(self._runs) == 1:
+            # The same draws as below; numpy adds the first key to them for nothing.
+            return random.integers(self.first_row, self.first_row + self.row_count, n)
+        return self.keys_at(random.integers(0, self.row_count, n))
+
     def keys_at(self, offsets: Keys) -> Keys:
         """Keys of the rows that so many held rows are older than. Call with the lock held."""
-        if len(self._runs) == 1:
-            offsets += self.first_row
-            return offsets
         firsts = np.array([first for first, _ in self._runs], np.int64)
         ends = np.cumsum([end - first for first, end in self._runs])
         run = np.searchsorted(ends, offsets, side="right")

@@ -68,10 +68,9 @@ class UniformSampler:
 
     def draw(self, random: np.random.Generator, n: int, policy_version: int) -> Keys:
         """`[n]` keys. Raises UnavailableError if there are no rows."""
-        row_count = self._ring.row_count
-        if not row_count:
+        if not self._ring.row_count:
             raise UnavailableError("the table holds no rows: sampling goes on when some have been appended")
-        return self._ring.keys_at(random.integers(0, row_count, n))
+        return self._ring.draw_evenly(random, n)
 
     def draw_with_details(self, random: np.random.Generator, n: int, policy_version: int) -> Chosen:
         """The same, described; only such draws are counted. Raises as `draw`."""

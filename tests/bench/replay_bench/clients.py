@@ -28,8 +28,8 @@ from replay_bench.runs import MESSAGE_BYTES, PRIORITISED, RUN, TABLE
 from replay_bench.workloads import BLOCK_ROWS, ENVIRONMENTS, Columns, Workload
 
 IN_FLIGHT_BLOCKS = 4
-IN_FLIGHT_BYTES = 4 * MESSAGE_BYTES
-"""Of batches ordered ahead: at least four, and of small ones as many as fill so many bytes."""
+IN_FLIGHT_BYTES = 8 * MESSAGE_BYTES
+"""Of batches ordered ahead: at least four, and of small ones as many as fill so many bytes, four answers."""
 START_SECONDS = 60.0
 STREAM_SECONDS = 600.0
 PRIORITY_ROWS = 16_384
