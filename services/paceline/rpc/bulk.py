@@ -24,7 +24,6 @@ from paceline.v1 import replay_pb2
 MessageT = TypeVar("MessageT", bound=Message)
 Arrays = Mapping[str, npt.NDArray[Any]]
 Buffer = bytes | memoryview | ByteMatrix
-ByteVector = npt.NDArray[np.uint8]
 
 _LENGTH_DELIMITED = 2
 _GROUP_TYPES = (3, 4)
@@ -167,7 +166,8 @@ class Draft:
 
     def __init__(self, start: bytes, payload_bytes: int, rest_bytes: int) -> None:
         """`BulkFormat.draft` makes one; `start` announces the payload."""
-        self._message, memory = _unfilled_bytes(len(start) + payload_bytes + rest_bytes)
+        unfilled = _Unfilled(len(start) + payload_bytes + rest_bytes)
+        self._message, memory = unfilled.message, np.asarray(unfilled)
         memory[: len(start)] = np.frombuffer(start, np.uint8)
         self._payload_end = len(start) + payload_bytes
         self.payload = memory[len(start) : self._payload_end]
@@ -182,15 +182,24 @@ class Draft:
         return self._message
 
 
-def _unfilled_bytes(size: int) -> tuple[bytes, ByteVector]:
-    """A new object of 2 bytes or more, and a view through which to fill it before anybody else sees it.
+class _Unfilled:
+    """A new bytes object of 2 bytes or more, which numpy may fill before anybody else sees it.
 
     Python's C interface has this for makers of bytes: https://docs.python.org/3/c-api/bytes.html.
     """
-    message = _NEW_BYTES(None, size)
-    memory = (ctypes.c_uint8 * size).from_address(_ADDRESS_OF(message))
-    memory.owner = message  # type: ignore[attr-defined]  # it lives as long as a view of it
-    return message, np.frombuffer(memoryview(memory), np.uint8)
+
+    def __init__(self, size: int) -> None:
+        self.message: bytes = _NEW_BYTES(None, size)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        # An array of it keeps it alive.
+        return {
+            "version": 3,
+            "shape": (len(self.message),),
+            "typestr": "|u1",
+            "data": (_ADDRESS_OF(self.message), False),
+        }
 
 
 _NEW_BYTES = ctypes.pythonapi.PyBytes_FromStringAndSize
