@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import MutableMapping
-from types import FrameType
+from queue import SimpleQueue
 
 # glibc's mallopt parameters, from malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -58,12 +58,18 @@ class StopSignal:
     def install(cls) -> StopSignal:
         """Take over SIGTERM and SIGINT of this process. Call from the main thread."""
         stop = cls()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, stop._on_signal)
-        return stop
+        # A handler runs amid whatever the main thread does, such as a wait for this very event, whose lock it may hold:
+        # setting the event there could wait for itself. A SimpleQueue may be put into anywhere.
+        came: SimpleQueue[int] = SimpleQueue()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._event.set()
+        def take() -> None:
+            came.get()
+            stop.set()
+
+        threading.Thread(target=take, name="signals", daemon=True).start()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: came.put(number))
+        return stop
 
     def set(self) -> None:
         """Ask for the stop from within."""

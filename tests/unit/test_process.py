@@ -72,6 +72,32 @@ def test_a_stop_signal_is_kept_and_a_second_one_changes_nothing(number):
             signal.signal(each, handler)
 
 
+WAITS = """
+import os
+from paceline.process import StopSignal
+stop = StopSignal.install()
+print("ready", flush=True)
+while not stop.wait(1e-5):
+    pass
+for _ in range(300_000):  # as a process that ends looks again and again
+    stop.wait(0)
+os._exit(0)  # as every role does
+"""
+
+
+def test_signals_that_come_whenever_hold_nobody_up():
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        until = time.monotonic() + 20
+        while process.poll() is None and time.monotonic() < until:
+            process.send_signal(signal.SIGTERM)
+            time.sleep(1e-4)  # a handler should end before the next one begins, as a rule
+        status = process.poll()
+        process.kill()
+    assert status == 0
+
+
 def test_a_stop_may_be_asked_for_from_within():
     stop = StopSignal()
     assert not stop.wait(0)
