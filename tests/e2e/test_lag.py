@@ -114,9 +114,10 @@ def test_what_a_run_counted_outlives_its_launcher_and_a_resumed_run_adds_to_it(t
     os.kill(first.process.pid, signal.SIGKILL)
     first.process.wait()
     before = _acted(first.folder)
-    second = train("run.environment_steps=1800", SPEED, "--resume")
+    # It may have been nearly over: a longer one has something to add in any case.
+    second = train("run.environment_steps=2400", SPEED, "--resume")
     assert second.wait(240) == 0, second.text()
-    assert _acted(second.folder) > before + 100
+    assert _acted(second.folder) > before + 500
     check_whole(explain(str(second.folder)))
 
 
