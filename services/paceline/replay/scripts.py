@@ -1,9 +1,9 @@
 """What changes in Redis in one atomic step, as Lua.
 
-Every script that writes first looks whether this process still owns the run, and ends in one word;
-`paceline.replay.log` says what follows from it. Keys: paceline:{run}:owner, ...:meta, and of the table ...:spec,
-:state, :positions, :blocks (the index), :pages, :staged:<number> (a payload on its way), and :block:<first row> (the
-payload of that block).
+Every script that writes first looks whether this process still owns the run, and ends in one word, to which COMMIT adds
+how many blocks it stored; `paceline.replay.log` says what follows from it. Keys: paceline:{run}:owner, ...:meta, and of
+the table ...:spec, :state, :positions, :blocks (the index), :pages, :staged:<number> (a payload on its way), and
+:block:<first row> (the payload of that block).
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class Tiers:
             blocks=stored,
             rows=sum(each.block.row_count for each in done),
             rows_bytes=sum(each.block.data.nbytes for each in done),
-            payload_bytes=sum(each.held.payload_bytes for each in done),
+            payload_bytes=sum(len(each.write.block.payload) for each in done),
         )
         self._show()
         return [each.block.row_count for each in done]
