@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.sources.opening import open_followed
-from paceline.local.embedded import EmbeddedRedis
 from paceline.rpc.client import open_channel
 from paceline.v1 import replay_pb2 as pb
 from paceline.v1 import replay_pb2_grpc
@@ -23,6 +22,7 @@ from replay_bench.processes import Remote, ServerProcess, free_address
 from replay_bench.product import serve_product
 from replay_bench.rounds import Extent, Figures, Moved, repeat_for, take_turns
 from replay_bench.runs import RUN, make_config
+from replay_bench.stores import Store
 from replay_bench.workloads import Workload
 
 BATCH_ROWS = 8192
@@ -95,13 +95,16 @@ class FollowingSuite:
 
     def __init__(self, stack: ExitStack, workload: Workload, folder: Path, redis_binary: Path | None) -> None:
         self._workload = workload
-        redis = EmbeddedRedis.start(folder / f"{workload.name}-followed", binary=redis_binary)
-        stack.callback(redis.stop)
+        self._store = Store(stack, folder / f"{workload.name}-followed", redis_binary)
         address = free_address()
-        ServerProcess(stack, serve_product, redis.url, address, workload.ring_rows)
+        ServerProcess(stack, serve_product, self._store.url, address, workload.ring_rows)
         self._writer = Remote(stack, ProductWriter, address, workload).ready()
         self._writer.call("fill", workload.ring_rows)
         self._learner = Remote(stack, FollowingLearner, address, workload).ready()
+
+    def settle(self) -> None:
+        """Wait until Redis does nothing of its own."""
+        self._store.settle()
 
     def sample(self, seconds: float) -> dict[str, float]:
         """A turn of the learner's own samples."""
@@ -131,4 +134,5 @@ def measure_following(workload: Workload, extent: Extent, folder: Path, redis_bi
     """Figures of one workload."""
     with ExitStack() as stack:
         suite = FollowingSuite(stack, workload, folder, redis_binary)
-        return take_turns(f"{workload.name} following", [suite.sample, suite.take, suite.keep_up], extent)
+        turns = [suite.sample, suite.take, suite.keep_up]
+        return take_turns(f"{workload.name} following", turns, extent, suite.settle)

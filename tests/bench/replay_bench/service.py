@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import redis
-
-from paceline.local.embedded import EmbeddedRedis
 from replay_bench.bare import serve_bare, serve_prototype
 from replay_bench.clients import BareReader, ProductSampler, ProductWriter, PrototypeSampler, PrototypeWriter
 from replay_bench.peers import Peers, peer_versions
@@ -17,14 +13,13 @@ from replay_bench.product import serve_product, serve_unrecorded
 from replay_bench.recovery import measure_recovery
 from replay_bench.rounds import Extent, Figures, Moved, Turn, take_turns
 from replay_bench.runs import PRIORITISED, TABLE
+from replay_bench.stores import Store
 from replay_bench.workloads import LARGE, Workload
 
 BATCH_ROWS = 8192
 SMALL_BATCH_ROWS = 256
 SHORT_SHARE = 0.5
 """Of a turn's seconds, for what is steady: transports that do nothing, and peers within one process."""
-SETTLE_SECONDS = 20.0
-"""Before a turn, at most."""
 
 
 class ServiceSuite:
@@ -33,11 +28,8 @@ class ServiceSuite:
     def __init__(self, stack: ExitStack, workload: Workload, folder: Path, redis_binary: Path | None) -> None:
         self._workload = workload
         self._stores = [
-            EmbeddedRedis.start(folder / f"{workload.name}-{name}", binary=redis_binary)
-            for name in ("product", "prototype")
+            Store(stack, folder / f"{workload.name}-{name}", redis_binary) for name in ("product", "prototype")
         ]
-        for store in self._stores:
-            stack.callback(store.stop)
         self._redis, prototype_redis = self._stores
         product, unrecorded, prototype, grpc, tcp = (free_address() for _ in range(5))
         tables = (TABLE, PRIORITISED) if workload.name == "w2" else (TABLE,)
@@ -81,12 +73,8 @@ class ServiceSuite:
             other.ready()
 
     def _settle(self) -> None:
-        """Wait until no Redis rewrites its file: a turn would pay for what another one wrote."""
-        until = time.monotonic() + SETTLE_SECONDS
         for store in self._stores:
-            with redis.Redis.from_url(store.url) as client:
-                while client.info("persistence")["aof_rewrite_in_progress"] and time.monotonic() < until:
-                    time.sleep(0.02)
+            store.settle()
 
     def _turns(self) -> list[Turn]:
         turns = [

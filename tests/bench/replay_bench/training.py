@@ -19,13 +19,13 @@ from paceline.learner.algorithms import TransitionBatch, build_algorithm
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.sources import BatchSource
 from paceline.learner.sources.opening import open_followed, open_samples
-from paceline.local.embedded import EmbeddedRedis
 from paceline.rpc.client import open_channel
 from replay_bench.clients import ProductWriter
 from replay_bench.processes import Remote, ServerProcess, free_address
 from replay_bench.product import serve_product
 from replay_bench.rounds import Extent, Figures, Moved, Turn, take_turns
 from replay_bench.runs import make_config
+from replay_bench.stores import Store
 from replay_bench.workloads import ACTION_DIM, OBSERVATION_DIM, Columns, Workload
 
 BYTES_PER_SECOND = 250e6
@@ -89,10 +89,9 @@ class TrainingLearner:
 def measure_training(workload: Workload, extent: Extent, folder: Path, redis_binary: Path | None) -> Figures:
     """Figures of a learner of `workload`, whose rows are transitions as collectors fill them."""
     with ExitStack() as stack:
-        redis = EmbeddedRedis.start(folder / "training", binary=redis_binary)
-        stack.callback(redis.stop)
+        store = Store(stack, folder / "training", redis_binary)
         address = free_address()
-        ServerProcess(stack, serve_product, redis.url, address, workload.ring_rows)
+        ServerProcess(stack, serve_product, store.url, address, workload.ring_rows)
         writer = Remote(stack, ProductWriter, address, workload).ready()
         writer.call("fill", workload.ring_rows)
         learner = Remote(stack, TrainingLearner, address, workload).ready()
@@ -110,4 +109,4 @@ def measure_training(workload: Workload, extent: Extent, folder: Path, redis_bin
 
             return train
 
-        return take_turns("training", [turn("none"), turn("sample"), turn("follow")], extent)
+        return take_turns("training", [turn("none"), turn("sample"), turn("follow")], extent, store.settle)
