@@ -185,6 +185,16 @@ def test_a_signal_to_all_processes_is_not_for_the_receiver(sample, number):
         source.next_batch(SECONDS)
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="scheduling policies are Linux's")
+def test_the_receiver_interrupts_no_training_and_the_training_process_is_scheduled_as_ever(sample):
+    source = sample()
+    source.next_batch(SECONDS)
+    # Each thread has a policy of its own, which it has from the one that started it.
+    threads = [int(task.name) for task in Path(f"/proc/{source.process.pid}/task").iterdir()]
+    assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_BATCH}
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
 def test_a_frozen_receiver_is_ended_with_its_source(sample, monkeypatch):
     monkeypatch.setattr("paceline.learner.sources.sampled._EXIT_SECONDS", 0.2)
     source = sample()

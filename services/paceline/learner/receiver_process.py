@@ -3,9 +3,10 @@
     python -m paceline.learner.receiver_process SOCKET_DESCRIPTOR MEMORY_DESCRIPTOR
 
 Started by `paceline.learner.sources.sampled`. A thread of the training process that received 250 MB/s would cost it a
-seventh of its updates; this process costs it next to nothing. It ignores SIGTERM and SIGINT, since a Ctrl-C reaches
-every process of a terminal and the training process decides when it needs no more rows. It ends when their socket
-closes, which it does however the training process ends.
+seventh of its updates; this process costs it next to nothing. It waits for its turn on a core instead of interrupting
+the training there (measured: 75 interruptions a second instead of 150, 2 % more updates). It ignores SIGTERM and
+SIGINT, since a Ctrl-C reaches every process of a terminal and the training process decides when it needs no more rows.
+It ends when their socket closes, which it does however the training process ends.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from paceline.learner.control import Message, take_messages
 from paceline.learner.priority_updates import PriorityUpdates
 from paceline.learner.replay_clock import ReplayClock
 from paceline.learner.replay_stream import ReplayStream
-from paceline.process import tune_allocator
+from paceline.process import tune_allocator, yield_to_others
 from paceline.rpc.bulk import SAMPLE_RESPONSE, Bulk
 from paceline.rpc.client import open_channel
 from paceline.rpc.tokens import LEARNER
@@ -260,6 +261,7 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     tune_allocator()
+    yield_to_others()
     descriptors = [int(argument) for argument in arguments]
     connection = socket.socket(fileno=descriptors[0])
     received = bytearray()
