@@ -14,7 +14,7 @@ import redis
 
 from paceline.local.embedded import EmbeddedRedis
 
-_GROWTH = 1.5
+_GROWTH = 2.0
 """Times its size after a rewrite: from there on the next one is due."""
 _SETTLE_SECONDS = 20.0
 """A rewrite may take so long; figures that begin before it is over are no figures."""
