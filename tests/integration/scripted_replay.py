@@ -146,6 +146,9 @@ class ScriptedReplay(replay_pb2_grpc.ReplayServiceServicer):
             except grpc.RpcError:
                 pass
 
+        if self._has_lost_rows(first):
+            yield pb.FollowResponse(row_spec_digest=SPEC.digest, rows_lost=True)
+            return
         take(first)
         threading.Thread(target=read_ahead, daemon=True).start()
         memory = self.memory
@@ -215,6 +218,13 @@ class ScriptedReplay(replay_pb2_grpc.ReplayServiceServicer):
             self.priorities += zip(request.keys, request.priorities, strict=True)
             self.changed.notify_all()
         return pb.UpdatePrioritiesResponse(updated_row_count=len(request.keys))
+
+    def _has_lost_rows(self, first: pb.FollowRequest) -> bool:
+        if first.from_row > self.memory.end_row:
+            return True
+        found, _, stored_at = self.memory.read(first.from_row - 1, 1)
+        is_there = first.HasField("last_stored_at") and found == first.from_row - 1 and len(stored_at)
+        return bool(is_there and stored_at[0] != first.last_stored_at)
 
     def _news(self, first_row: int, row_count: int) -> pb.FollowResponse:
         return pb.FollowResponse(

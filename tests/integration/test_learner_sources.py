@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,6 +185,48 @@ def test_a_queue_is_read_once_across_the_death_of_replay(redis_server, spawn, le
         taken += values(source.next_batch(SECONDS)).tolist()
     assert taken == list(range(300))
     wait_until(lambda: client.describe().consumed_row == 285, "what was learned from has left")
+
+
+@pytest.mark.parametrize("queue", [False, True], ids=["follow", "queue"])
+def test_rows_with_keys_that_were_given_before_are_not_missed(redis_server, redis_client, serve, spawn, learn, queue):
+    # Redis and replay die together, Redis without its last second, and collectors are back before the learner is.
+    options: dict[str, Any] = {"table": {"queue": queue}, "rpc": QUICK, "learner": {"batch_size": 10}}
+    config = make_config(redis_server.url, port=free_port(), **options)
+    replay, client = spawn(config)
+    client.open()
+    client.append_rows(10)
+    source, taken = learn(config), []
+    if queue:
+        for _ in range(10):
+            taken += values(source.next_batch(SECONDS)).tolist()
+        source.consume()
+        wait_until(lambda: client.describe().consumed_row == 100, "what was learned from has left")
+    on_disk = {key: redis_client.dump(key) for key in redis_client.scan_iter("paceline:*")}
+    client.append_rows(5, first=10)
+    if queue:
+        for _ in range(5):
+            taken += values(source.next_batch(SECONDS)).tolist()
+    wait_until(lambda: source._end == 150, "every row has come")
+    replay.kill()
+    redis_client.flushall()
+    for key, value in on_disk.items():
+        redis_client.restore(key, 0, value)
+    # Where the learner does not look.
+    elsewhere, collector = serve(make_config(redis_server.url, **options), resume=True)
+    for number in range(10):  # the first half of these rows has keys that the learner knows
+        collector.append(request(16 + number, block(1000 + 10 * number, 10)))
+    elsewhere.stop()
+    _, client = spawn(config, resume=True)
+    assert client.describe().inserted_row_count == 200
+    if queue:
+        while len(taken) < 150 + 100:
+            taken += values(source.next_batch(SECONDS)).tolist()
+        assert taken[150:] == list(range(1000, 1100))
+        return
+    wait_until(lambda: source._end == 200, "the new rows come")
+    source.next_batch(SECONDS)
+    _, rows, _ = source._memory.read(0, 1000)
+    np.testing.assert_array_equal(numpy_columns(SPEC, rows)["value"], [*range(100), *range(1000, 1100)])
 
 
 def test_priorities_steer_what_is_drawn(redis_server, serve, learn):

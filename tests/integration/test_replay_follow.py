@@ -300,11 +300,30 @@ def test_a_follower_loses_and_repeats_no_row_over_kills_of_replay(redis_server, 
     assert len(got) >= 1600
 
 
-def test_a_follower_that_is_ahead_of_a_record_that_lost_rows_is_told_where_it_goes_on(opened):
+def test_a_follower_that_is_ahead_of_a_record_that_lost_rows_is_told_to_begin_anew(opened):
     _, client = opened
     client.append_rows(3)
     with Following(client, from_row=50) as following:
-        assert following.next().first_row == 30
-        client.append_rows(1, first=3)
         answer = following.next()
-        assert (answer.first_row, answer.row_count) == (30, 10)
+        assert (answer.rows_lost, answer.row_count) == (True, 0)
+        with pytest.raises(StopIteration):
+            following.next()
+
+
+def test_the_time_of_the_last_row_tells_whether_a_record_was_rolled_back(redis_server, serve):
+    config = make_config(redis_server.url)
+    replay, client = serve(config)
+    client.open()
+    client.append_rows(3)
+    with Following(client) as following:
+        times = [at for _ in range(2) for at in following.next().stored_at]
+    replay.stop()
+    _, client = serve(config, resume=True)
+    for row in (10, 29, 30):
+        with Following(client, from_row=row, last_stored_at=times[row - 1]) as following:
+            assert not following.next().rows_lost  # the record keeps the very same times
+        with Following(client, from_row=row, last_stored_at=times[row - 1] - 1, sampled_row_count=9) as following:
+            assert following.next().rows_lost
+    assert client.describe().sampled_row_count == 0  # nothing of such a request was carried out
+    with Following(client, from_row=30) as following:  # a follower that does not say it is believed
+        assert not following.next().rows_lost

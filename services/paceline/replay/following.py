@@ -56,10 +56,15 @@ def follow_messages(
         if request.HasField("consumed_row"):
             table.consume(request.consumed_row)
 
+    if _has_lost_rows(table, first, stream):
+        yield Bulk(_head(table, table.memory.first_row, 0, complete=False, rows_lost=True))
+        return
+    # Where the follower names none, the first that is there: rows before `consumed` have left, of a queue alone.
+    cursor = first.from_row if first.HasField("from_row") else table.tiers.consumed
     try:
         take(first)
         later = Requests(stream, requests, lambda data: take(parse(data)), on_change=table.wake)
-        yield from _rows_as_they_come(table, follower, _first_wanted(table, first), later, clock, message_rows)
+        yield from _rows_as_they_come(table, follower, cursor, later, clock, message_rows)
     finally:
         table.followers.leave(follower)
 
@@ -97,22 +102,40 @@ def _rows_as_they_come(
         yield Bulk(_head(table, first_row, count, complete), rows[:count], {"stored_at": stored_at[:count]})
 
 
-def _first_wanted(table: Table, first: pb.FollowRequest) -> int:
+def _has_lost_rows(table: Table, first: pb.FollowRequest, stream: Stream) -> bool:
+    """Whether rows that the follower has got are gone from the record, as can be seen of the last one of them.
+
+    That is when Redis and replay died together, and Redis had not yet written its last second down. The keys of those
+    rows are given anew, so a key alone does not tell; the time at which the row was stored does.
+    """
     if not first.HasField("from_row"):
-        return table.tiers.consumed  # 0 where rows are not consumed: the first that is there
-    if first.from_row > table.inserted:
-        # Redis and replay died together, and Redis had not yet written its last second down.
+        return False
+    lost = first.from_row > table.inserted
+    if not lost and first.from_row and first.HasField("last_stored_at"):
+        last_row = first.from_row - 1
+        with table.changed:
+            while not (table.memory.end_row > last_row or table.is_whole):
+                if (error := stream.why_ended()) is not None:
+                    raise error
+                table.changed.wait()
+        found, _, stored_at = table.memory.read(last_row, 1)
+        # A row that has left, or was damaged, tells nothing; one that left for newer ones was given long before.
+        lost = found == last_row and len(stored_at) == 1 and stored_at[0] != first.last_stored_at
+    if lost:
         get_logger().warning(
             "follower_ahead",
             table=table.name,
             wanted_row=first.from_row,
             inserted_rows=table.inserted,
-            meaning="rows that the follower has got are gone from the record; their keys are given anew",
+            meaning="rows that the follower has got are gone from the record and their keys are given anew; it is told "
+            "to begin anew",
         )
-    return min(first.from_row, table.inserted)
+    return lost
 
 
-def _head(table: Table, first_row: int, row_count: int, complete: bool) -> pb.FollowResponse:
+def _head(
+    table: Table, first_row: int, row_count: int, complete: bool, *, rows_lost: bool = False
+) -> pb.FollowResponse:
     return pb.FollowResponse(
         first_row=first_row,
         row_count=row_count,
@@ -121,4 +144,5 @@ def _head(table: Table, first_row: int, row_count: int, complete: bool) -> pb.Fo
         sampled_row_count=table.limiter.sampled,
         complete=complete,
         row_spec_digest=table.spec.digest,
+        rows_lost=rows_lost,
     )

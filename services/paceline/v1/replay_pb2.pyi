@@ -128,7 +128,7 @@ class UpdatePrioritiesResponse(_message.Message):
     def __init__(self, updated_row_count: _Optional[int] = ..., unknown_row_count: _Optional[int] = ...) -> None: ...
 
 class FollowRequest(_message.Message):
-    __slots__ = ("run_id", "table", "from_row", "sampled_row_count", "consumed_row", "wanted_before", "learner_incarnation")
+    __slots__ = ("run_id", "table", "from_row", "sampled_row_count", "consumed_row", "wanted_before", "learner_incarnation", "last_stored_at")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     FROM_ROW_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,7 @@ class FollowRequest(_message.Message):
     CONSUMED_ROW_FIELD_NUMBER: _ClassVar[int]
     WANTED_BEFORE_FIELD_NUMBER: _ClassVar[int]
     LEARNER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LAST_STORED_AT_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     table: str
     from_row: int
@@ -143,10 +144,11 @@ class FollowRequest(_message.Message):
     consumed_row: int
     wanted_before: int
     learner_incarnation: int
-    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., from_row: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., consumed_row: _Optional[int] = ..., wanted_before: _Optional[int] = ..., learner_incarnation: _Optional[int] = ...) -> None: ...
+    last_stored_at: float
+    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., from_row: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., consumed_row: _Optional[int] = ..., wanted_before: _Optional[int] = ..., learner_incarnation: _Optional[int] = ..., last_stored_at: _Optional[float] = ...) -> None: ...
 
 class FollowResponse(_message.Message):
-    __slots__ = ("first_row", "row_count", "table_first_row", "inserted_row_count", "sampled_row_count", "complete", "row_spec_digest", "stored_at", "rows")
+    __slots__ = ("first_row", "row_count", "table_first_row", "inserted_row_count", "sampled_row_count", "complete", "row_spec_digest", "stored_at", "rows_lost", "rows")
     FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +157,7 @@ class FollowResponse(_message.Message):
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     ROW_SPEC_DIGEST_FIELD_NUMBER: _ClassVar[int]
     STORED_AT_FIELD_NUMBER: _ClassVar[int]
+    ROWS_LOST_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     first_row: int
     row_count: int
@@ -164,8 +167,9 @@ class FollowResponse(_message.Message):
     complete: bool
     row_spec_digest: bytes
     stored_at: _containers.RepeatedScalarFieldContainer[float]
+    rows_lost: bool
     rows: bytes
-    def __init__(self, first_row: _Optional[int] = ..., row_count: _Optional[int] = ..., table_first_row: _Optional[int] = ..., inserted_row_count: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., complete: _Optional[bool] = ..., row_spec_digest: _Optional[bytes] = ..., stored_at: _Optional[_Iterable[float]] = ..., rows: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, first_row: _Optional[int] = ..., row_count: _Optional[int] = ..., table_first_row: _Optional[int] = ..., inserted_row_count: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., complete: _Optional[bool] = ..., row_spec_digest: _Optional[bytes] = ..., stored_at: _Optional[_Iterable[float]] = ..., rows_lost: _Optional[bool] = ..., rows: _Optional[bytes] = ...) -> None: ...
 
 class DescribeTablesRequest(_message.Message):
     __slots__ = ("run_id",)

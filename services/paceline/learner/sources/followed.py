@@ -147,21 +147,22 @@ class FollowSource:
         self._follower.close()
 
     def begin(self, table: replay_pb2.TableDescription) -> replay_pb2.FollowRequest:
-        """Go on from the next row; or from the first, where replay has not the rows that came before."""
+        """Go on from the next row; at the start from the first one that replay has."""
         with self._drawing, self._changed:
-            if self._caught_up_at is None or table.inserted_row_count < self._end:
-                if self._end:
-                    get_logger().warning(
-                        "followed_table_lost", table=self._table, had=self._end, has=table.inserted_row_count
-                    )
-                    self._memory = self._make_memory()
+            if self._caught_up_at is None:
                 self._limiter = Limiter(self._table, self._limiter_settings, sampled=table.sampled_row_count)
-                self._end = self._received_rows = 0
                 self._caught_up_at, self._caught_up_rows = table.inserted_row_count, table.row_count
                 self._reported = self._limiter.sampled
                 return replay_pb2.FollowRequest(sampled_row_count=self._reported)
             self._reported = self._limiter.sampled
             return replay_pb2.FollowRequest(from_row=self._end, sampled_row_count=self._reported)
+
+    def forget(self) -> None:
+        """Empty the ring: it is filled with what replay has now, as at the start."""
+        with self._drawing, self._changed:
+            get_logger().warning("followed_rows_lost", table=self._table, had=self._end)
+            self._memory, self._caught_up_at = self._make_memory(), None
+            self._end = self._received_rows = 0
 
     def progress(self) -> replay_pb2.FollowRequest:
         """Rows that were ever sampled, from this ring and before."""

@@ -28,6 +28,9 @@ class Reader(Protocol):
     def begin(self, table: replay_pb2.TableDescription) -> replay_pb2.FollowRequest:
         """A stream is about to open to a table of this description: which rows to ask for, and what was done so far."""
 
+    def forget(self) -> None:
+        """Rows that came are gone from replay's record, and others have their keys: all of them are to come anew."""
+
     def progress(self) -> replay_pb2.FollowRequest:
         """What was done so far, asked for after each `Follower.report`. Called by a thread of gRPC's."""
 
@@ -84,6 +87,8 @@ class Follower:
         self._changed = threading.Condition()
         self._stream_number = 0
         self._has_news = False
+        self._last_stored_at: float | None = None
+        """Of the last row that came, by replay's clock."""
         self.failure: PacelineError | None = None
         """Why no row will come any more."""
         self._thread = threading.Thread(target=self._follow_until_closed, name="follower", daemon=True)
@@ -135,6 +140,8 @@ class Follower:
         number = self._next_stream()
         first = self._reader.begin(table)
         expected = first.from_row
+        if expected and self._last_stored_at is not None:
+            first.last_stored_at = self._last_stored_at
         for response in self._stream.open(
             "Follow",
             self._requests(number, first),
@@ -143,12 +150,16 @@ class Follower:
         ):
             self._stream.note_answer()
             rows = self._rows_of(response)
-            if response.head.first_row < expected:
+            if response.head.rows_lost or response.head.first_row < expected:
+                self._last_stored_at = None
+                self._reader.forget()
                 raise UnavailableError(
-                    f"{self._peer} gives row {response.head.first_row} where row {expected} follows: its table was "
-                    "lost and began anew; asking what it has now"
+                    f"{self._peer} lost rows that came before row {expected}, with the end of its record; asking what "
+                    "it has now"
                 )
             expected = response.head.first_row + len(rows)
+            if len(rows):
+                self._last_stored_at = float(response.arrays["stored_at"][-1])
             # Once, as they come: what replay's clock is set to later says nothing of these.
             self._reader.take(response.head, rows, self._clock.to_own(response.arrays["stored_at"]))
 

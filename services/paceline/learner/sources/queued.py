@@ -130,15 +130,9 @@ class QueueSource:
         self._follower.close()
 
     def begin(self, table: replay_pb2.TableDescription) -> replay_pb2.FollowRequest:
-        """Go on from the next row; or from the first that is not consumed, where replay has not those that came."""
+        """Go on from the next row; at the start from the first one that is not consumed."""
         with self._changed:
-            if not self._knows_table or table.inserted_row_count < self._end:
-                if self._end:
-                    get_logger().warning(
-                        "followed_table_lost", table=self._table, had=self._end, has=table.inserted_row_count
-                    )
-                self._waiting.clear()
-                self._waiting_rows = 0
+            if not self._knows_table:
                 self._end = self._taken = self._consumed = table.consumed_row
                 self._knows_table = True
             self._complete = False
@@ -146,6 +140,13 @@ class QueueSource:
             if self._end > table.consumed_row:
                 request.from_row = self._end
             return request
+
+    def forget(self) -> None:
+        """Drop what waits: what is not consumed comes again, as at the start."""
+        with self._changed:
+            get_logger().warning("followed_rows_lost", table=self._table, had=self._end)
+            self._waiting.clear()
+            self._waiting_rows, self._knows_table = 0, False
 
     def progress(self) -> replay_pb2.FollowRequest:
         """What is consumed, and how many rows are wanted."""
