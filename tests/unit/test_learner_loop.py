@@ -22,7 +22,7 @@ from paceline.learner import loop as loop_module
 from paceline.learner.algorithms import TransitionBatch, Update
 from paceline.learner.loop import Budget, Loop, Progress
 from paceline.learner.metrics import LearnerMetrics
-from paceline.learner.sources import Batch
+from paceline.learner.sources import Batch, RowsEndedError
 from paceline.learner.training_lag import TrainingLag
 from paceline.process import StopSignal
 from paceline.rows import Block, Column, numpy_columns, transition_spec
@@ -94,6 +94,7 @@ class Run:
         start: Progress | None = None,
         algorithm: CountingAlgorithm | None = None,
         table: Mapping[str, Any] | None = None,
+        learner: Mapping[str, Any] | None = None,
         bound: LagBound = UNBOUNDED,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -112,7 +113,7 @@ class Run:
                 {
                     "run": {"environment_steps": steps},
                     "replay": {"tables": {"transitions": {"limiter": {"min_rows": 1}, **(table or {})}}},
-                    "learner": {"publish_every_updates": 5, "checkpoint": {"every_updates": 20}},
+                    "learner": {"publish_every_updates": 5, "checkpoint": {"every_updates": 20}, **(learner or {})},
                 }
             ),
             algorithm=self.algorithm,
@@ -142,6 +143,22 @@ def test_a_run_ends_when_its_steps_are_stored_and_every_update_they_ask_for_is_d
     assert run.loop.run(StopSignal())
     assert run.algorithm.update_count == 10
     assert run.loop.progress.environment_steps == 110
+
+
+def test_a_run_that_learns_from_a_queue_ends_when_every_row_was_learned_from(monkeypatch):
+    source = ScriptedSource(inserted=110)  # all are stored before the first batch
+    batches = iter(range(7))
+
+    def next_batch(seconds: float) -> Batch:
+        if next(batches, None) is None:
+            raise RowsEndedError("every row that the run asked for was taken")
+        return ScriptedSource.next_batch(source, seconds)
+
+    monkeypatch.setattr(source, "next_batch", next_batch)
+    run = Run(source, steps=110, table={"queue": True}, learner={"updates": "learner_bound"})
+    assert run.loop.run(StopSignal())
+    assert run.algorithm.update_count == 7
+    assert run.checkpoints[-1].learner_step == 7
 
 
 def test_a_run_whose_last_steps_are_late_is_not_trained_beyond_what_they_ask_for(monkeypatch):

@@ -18,7 +18,7 @@ from paceline.lag.bound import Starvation
 from paceline.learner.algorithms import Algorithm, TransitionBatch
 from paceline.learner.importance import importance_weights, usable_priorities
 from paceline.learner.metrics import ACTIVITIES, LearnerMetrics
-from paceline.learner.sources import Batch, BatchSource
+from paceline.learner.sources import Batch, BatchSource, RowsEndedError
 from paceline.learner.training_lag import TrainingLag
 from paceline.process import StopSignal
 from paceline.rows import RowSpec
@@ -131,6 +131,7 @@ class Loop:
             self._settings.updates_per_step if self._settings.updates == "strict" else None,
         )
         table = config.replay.tables[self._settings.table]
+        self._is_queue, self._rows_ended = table.queue, False
         self._has_priorities = table.sampler == "prioritised"
         self._importance_exponent = table.prioritised.importance_exponent
         # As far as the limiter lets samples run ahead of inserts, and the batch that is on its way meanwhile.
@@ -156,11 +157,11 @@ class Loop:
             NonFiniteError: a loss, gradient or weight is not finite; nothing of it was published.
         """
         figures: Mapping[str, torch.Tensor] = {}
-        while not self._budget.is_spent(self.progress):
+        while not self._is_at_end() and not stop.is_set():
             began = time.monotonic()
             batch = self._wait_for_batch(stop)
             if batch is None:
-                break
+                continue
             self._clock.switch("updating")
             self._count_steps(batch)
             if not self._budget.allows_update(self.progress, most_ahead=self._most_ahead):
@@ -188,7 +189,7 @@ class Loop:
             if time.monotonic() - self._last_record >= self._settings.record_every_seconds:
                 self._record_figures(figures)
             self._clock.switch("waiting")
-        finished = self._budget.is_spent(self.progress)
+        finished = self._is_at_end()
         self._clock.switch("finishing")
         self._lag.count()
         if figures and self.progress.learner_step > self._last_recorded.learner_step:
@@ -221,8 +222,12 @@ class Loop:
         """The newest published policy."""
         return PolicyIdentity(self._incarnation, self.progress.policy_version)
 
+    def _is_at_end(self) -> bool:
+        """Whether all is learned that the run asks for: of a queue each row, which comes later than it is stored."""
+        return self._rows_ended if self._is_queue else self._budget.is_spent(self.progress)
+
     def _wait_for_batch(self, stop: StopSignal) -> Batch | None:
-        """The next batch, or None when the process is asked to stop first."""
+        """The next batch, or None when the process is asked to stop first, or no batch will come any more."""
         self._clock.switch("waiting")
         since, said = time.monotonic(), False
         while not stop.is_set():
@@ -231,6 +236,9 @@ class Loop:
             began = time.monotonic()
             try:
                 return self._source.next_batch(WAIT_SLICE_SECONDS)
+            except RowsEndedError:
+                self._rows_ended = True
+                return None
             except DeadlineError as error:
                 self._lag.count()  # no update will have it done for a while
                 if isinstance(error, StarvedError):

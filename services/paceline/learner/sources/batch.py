@@ -10,8 +10,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from paceline.errors import DeadlineError
+
 SHARD_BITS = 48
 """With several shards, the shard's number stands above this many bits of a row's key."""
+
+
+class RowsEndedError(DeadlineError):
+    """Every row that the run asked for was in a batch: of a queue, whose rows come once, there is none any more."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,8 @@ class BatchSource(Protocol):
         """The next batch; the one before counts as learned from.
 
         Raises:
-            DeadlineError: there is none within `seconds`; says why. StarvedError where the bound on the lag is why.
+            DeadlineError: there is none within `seconds`; says why. StarvedError where the bound on the lag is why,
+                RowsEndedError where there will be none any more since all were given.
             PacelineError: there will be none any more.
         """
 

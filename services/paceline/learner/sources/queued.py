@@ -14,7 +14,7 @@ import torch
 from paceline.config import RpcConfig
 from paceline.errors import DeadlineError
 from paceline.learner.metrics import LearnerMetrics
-from paceline.learner.sources.batch import Batch
+from paceline.learner.sources.batch import Batch, RowsEndedError
 from paceline.learner.sources.follower import Follower
 from paceline.rows import ByteMatrix, RowSpec
 from paceline.telemetry import get_logger
@@ -93,6 +93,7 @@ class QueueSource:
         """The next batch; the one before is consumed. Raises DeadlineError when there is none within `seconds`.
 
         Raises:
+            RowsEndedError: every row was in a batch.
             PacelineError: replay refused for good.
         """
         until = time.monotonic() + seconds
@@ -101,10 +102,10 @@ class QueueSource:
             while self._waiting_rows < self._batch_size and not (self._is_at_end() and self._waiting_rows):
                 if self._follower.failure is not None:
                     raise self._follower.failure
+                if self._is_at_end():
+                    raise RowsEndedError("every row that the run asked for was taken")
                 left = until - time.monotonic()
                 if left <= 0:
-                    if self._complete and self._waiting_rows:
-                        break  # the rows that seem to be missing were lost to damage
                     raise DeadlineError(f"no batch within {seconds:g} s: {self._why_not()}")
                 self._changed.wait(left)
             count = self._take_rows()
@@ -201,6 +202,4 @@ class QueueSource:
     def _why_not(self) -> str:
         if self._follower.is_away:
             return self._follower.reason
-        if self._is_at_end():
-            return "every row that the run asked for was taken"
         return f"{self._waiting_rows} rows wait and a batch has {self._batch_size}: it waits for collectors to append"

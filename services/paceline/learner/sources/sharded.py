@@ -14,7 +14,7 @@ import torch
 
 from paceline.errors import DeadlineError
 from paceline.learner.metrics import LearnerMetrics
-from paceline.learner.sources.batch import SHARD_BITS, Batch, ShardSource
+from paceline.learner.sources.batch import SHARD_BITS, Batch, RowsEndedError, ShardSource
 from paceline.learner.sources.queued import QueueSource
 
 _LOOK_UP_SECONDS = 0.1
@@ -231,20 +231,28 @@ class QueueShards:
         self._turn = 0
 
     def next_batch(self, seconds: float) -> Batch:
-        """The next batch; the one before is consumed. Raises DeadlineError when there is none within `seconds`."""
+        """The next batch; the one before is consumed. Raises DeadlineError when there is none within `seconds`.
+
+        Raises:
+            RowsEndedError: every row of every shard was in a batch.
+        """
         until = time.monotonic() + seconds
         self._sources[self._turn].consume()
         while True:
+            ended = 0
             for _ in self._sources:
                 self._turn = (self._turn + 1) % len(self._sources)
                 try:
                     batch = self._sources[self._turn].next_batch(_TURN_SECONDS)
                 except DeadlineError as error:
                     reason = error
+                    ended += isinstance(error, RowsEndedError)
                     continue
                 self._counts[self._turn] = batch.table_row_count, batch.inserted_row_count
                 rows, inserted = (sum(each) for each in zip(*self._counts, strict=True))
                 return replace(batch, table_row_count=rows, inserted_row_count=inserted)
+            if ended == len(self._sources):
+                raise reason
             if time.monotonic() >= until:
                 raise DeadlineError(f"shard {self._turn}: {reason}")
 
