@@ -63,6 +63,28 @@ def test_rows_that_a_follower_had_got_do_not_count_as_dropped(redis_server, serv
         assert following.values(3) == [4, 5, 6]
 
 
+def test_rows_that_left_with_the_follower_that_had_got_them_count_as_dropped(redis_server, serve):
+    config = queue_config(redis_server, capacity=30, overflow="drop_oldest")
+    replay, client = serve(config)
+    client.open()
+    client.append_rows(3)
+    with Following(client) as following:
+        assert following.values(30) == list(range(30))
+        following.report(consumed_row=10)
+        wait_until(lambda: client.describe().consumed_row == 10, "the first block is consumed")
+    client.append_rows(3, first=3)
+    assert client.describe().dropped_row_count == 0  # it may come back, with the rows that it has
+    with Following(client, from_row=30) as following:
+        assert following.values(30) == list(range(30, 60))
+    assert client.describe().dropped_row_count == 0
+    client.append_rows(2, first=6)
+    with Following(client) as following:
+        assert following.values(30) == list(range(50, 80))
+    # 10 to 49 were given to followers that are gone, and left; nobody learned from them.
+    assert client.describe().dropped_row_count == 40
+    wait_until(lambda: replay.metrics()[f'paceline_replay_dropped_rows_total{{table="{TABLE}"}}'] == 40, "it is told")
+
+
 def test_a_full_queue_that_blocks_refuses_a_block_at_its_deadline_and_takes_it_when_there_is_room(redis_server, serve):
     replay, client = serve(queue_config(redis_server, capacity=3, limiter={"deadline_seconds": 0.1}))
     client.open()

@@ -63,6 +63,7 @@ def follow_messages(
     cursor = first.from_row if first.HasField("from_row") else table.tiers.consumed
     try:
         take(first)
+        table.deliver_from(cursor)
         later = Requests(stream, requests, lambda data: take(parse(data)), on_change=table.wake)
         yield from _rows_as_they_come(table, follower, cursor, later, clock, message_rows)
     finally:

@@ -175,6 +175,12 @@ class Table:
             self._tiers.delivered = max(self._tiers.delivered, found[0] + len(found[1]))
             return found
 
+    def deliver_from(self, row: int) -> None:
+        """A follower begins at `row`; what it gets of a queue, and an earlier one had got, is not delivered yet."""
+        if self.config.queue:
+            with self._one_at_a_time():
+                self._tiers.deliver_from(row)
+
     def consume(self, row: int) -> None:
         """The rows of a queue before `row` were consumed: they leave memory now, and the record at once or soon.
 

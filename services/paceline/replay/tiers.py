@@ -244,6 +244,15 @@ class Tiers:
             self.delivered = max(self.delivered, row)
             self.memory.drop_before(row)
 
+    def deliver_from(self, row: int) -> None:
+        """A follower goes on at `row`: from there on rows of a queue are given again that an earlier one had got.
+
+        Those of them that have left meanwhile were learned from by nobody, so they count as dropped.
+        """
+        first = max(row, self.consumed)
+        self._count_dropped(self.dropped + min(self.delivered, self.memory.first_row) - first)
+        self.delivered = first
+
     def bring_together(self, *, sampled: int) -> None:
         """Make the record and memory agree again; `inserted` may grow by it.
 
