@@ -201,13 +201,13 @@ class Client:
 class Following:
     """An open Follow stream, for the time of a `with`."""
 
-    def __init__(self, client: Client, table: str = TABLE, **first: int) -> None:
+    def __init__(self, client: Client, table: str = TABLE, **first: float) -> None:
         self._run_id, self._table = client.run_id, table
         self._requests: queue.SimpleQueue[pb.FollowRequest | None] = queue.SimpleQueue()
         self.report(**first)
         self.stream = client.stub.Follow(iter(self._requests.get, None), timeout=2 * SECONDS)
 
-    def report(self, **progress: int) -> None:
+    def report(self, **progress: float) -> None:
         self._requests.put(pb.FollowRequest(run_id=self._run_id, table=self._table, **progress))
 
     def next(self) -> pb.FollowResponse:

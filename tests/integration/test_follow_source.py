@@ -160,6 +160,7 @@ def test_a_table_that_was_lost_with_its_store_replaces_the_ring_and_its_counts(r
     service.append(90)
     service.start()
     wait_for_rows(source, 90)
+    assert service.follows[-1].limiter_wait_seconds == 0  # to wait for rows is no wait for the limiter
     assert ring(source) == list(range(1_000_000, 1_000_090))
     with pytest.raises(DeadlineError, match="90 of the 100 rows needed before the first sample"):
         source.next_batch(0.05)
@@ -177,9 +178,11 @@ def test_samples_stop_at_the_edge_of_the_band_and_are_reported_before_the_wait(r
     source = follow(service, limiter=LimiterSettings(100, 4.0, 400, SECONDS), batch_size=50)
     for _ in range(4):
         source.next_batch(SECONDS)
+    assert {request.limiter_wait_seconds for request in service.follows} == {0.0}
     with pytest.raises(DeadlineError, match="200 sampled, and a batch of 50 would overstep the window"):
         source.next_batch(0.05)
     service.wait_for(lambda: service.sampled == 200, "what was sampled is reported")
+    service.wait_for(lambda: service.follows[-1].limiter_wait_seconds >= 0.05, "so is for how long it waited")
     service.append(13)  # 52 rows more
     assert source.next_batch(SECONDS).inserted_row_count == 113
     with pytest.raises(DeadlineError):

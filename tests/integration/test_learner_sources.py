@@ -11,7 +11,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from integration.replay_harness import SPEC, Client, block, free_port, make_config, request, wait_until
+from integration.replay_harness import SPEC, TABLE, Client, block, free_port, make_config, request, wait_until
 from integration.replay_program import start_replay
 from paceline.config import Config
 from paceline.errors import ConfigError, DeadlineError
@@ -137,7 +137,7 @@ def test_following_survives_the_death_of_replay_without_losing_or_repeating_a_ro
 def test_what_a_follower_samples_holds_inserts_back_and_lets_them_pass(redis_server, serve, learn):
     limits = {"learner": {"updates": "strict", "updates_per_step": 1.0, "batch_size": 16}}
     config = make_config(redis_server.url, limiter={"min_rows": 10, "deadline_seconds": 0.3}, **limits)
-    _, client = serve(config)
+    replay, client = serve(config)
     client.open()
     source = learn(config)
     with pytest.raises(DeadlineError, match="0 of the 10 rows needed before the first sample"):
@@ -166,6 +166,10 @@ def test_what_a_follower_samples_holds_inserts_back_and_lets_them_pass(redis_ser
     assert abs(updates - (sequence * 10 - 10)) * 16 <= 176
     assert sequence > 10
     assert client.describe().sampled_row_count == updates * 16
+    # Either side waits for the other, and replay tells of both.
+    waits = 'paceline_replay_limiter_wait_seconds_total{{side="{}",table="{}"}}'
+    waited = [waits.format(side, TABLE) for side in ("insert", "sample")]
+    wait_until(lambda: all(replay.metrics()[name] > 0.5 for name in waited), "both waits are counted")
 
 
 def test_a_queue_is_read_once_across_the_death_of_replay(redis_server, spawn, learn):

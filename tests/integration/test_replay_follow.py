@@ -176,6 +176,21 @@ def test_what_a_follower_samples_from_its_copy_counts_for_the_limiter(redis_serv
         wait_until(lambda: client.describe().sampled_row_count == 31, "the next report counts")
 
 
+def test_what_its_copy_of_the_limiter_held_a_follower_back_counts_as_the_wait_of_samples(opened):
+    replay, client = opened
+    client.append_rows(1)
+
+    def waited() -> float:
+        return replay.metrics()[f'paceline_replay_limiter_wait_seconds_total{{side="sample",table="{TABLE}"}}']
+
+    for before, after in ((2.0, 2.5), (2.5, 4.0)):  # a follower that was cut says what it waited before
+        with Following(client, sampled_row_count=0, limiter_wait_seconds=before) as following:
+            following.values(10)
+            following.report(sampled_row_count=0, limiter_wait_seconds=after)
+            following.report(sampled_row_count=1)  # of one that does not say it
+            wait_until(lambda expected=after - 2.0: waited() == expected, "what it grew by counts")
+
+
 def test_of_two_followers_that_report_samples_the_newer_one_counts(opened):
     replay, client = opened
     client.append_rows(1)
@@ -234,6 +249,8 @@ def test_a_follower_that_asks_no_more_is_served_as_far_as_it_asked(opened):
         ([{"wanted_before": -1}], InvalidInputError, "wanted_before -1"),
         ([{"sampled_row_count": 2**62}], InvalidInputError, "sampled_row_count 4611686018427387904"),
         ([{"consumed_row": 0}], InvalidInputError, "which is no queue"),
+        ([{"limiter_wait_seconds": -1.0}], InvalidInputError, "limiter_wait_seconds -1.0: expected 0 or more"),
+        ([{}, {"limiter_wait_seconds": float("nan")}], InvalidInputError, "limiter_wait_seconds nan"),
         ([{}, {"run_id": "other"}], RunMismatchError, "belongs to run 'first-run'"),
         ([{}, {"table": "others"}], InvalidInputError, "expected 'transitions' as in the first"),
         ([{}, {"sampled_row_count": -5}], InvalidInputError, "sampled_row_count -5"),

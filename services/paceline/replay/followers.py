@@ -15,6 +15,8 @@ class Follower:
 
     wanted_before: int | None = None
     """Rows before this key may be sent; None: all."""
+    limiter_wait_seconds: float = 0.0
+    """For how long its copy of the limiter has held it back, ever, as it said last."""
     is_replaced: bool = False
     """A newer one took over."""
 
@@ -22,6 +24,12 @@ class Follower:
         """Rows before `before` may be sent too."""
         if self.wanted_before is not None:
             self.wanted_before = max(self.wanted_before, before)
+
+    def count_wait(self, seconds: float) -> float:
+        """The limiter has held it back for so long, ever; by how much that has grown."""
+        grown = max(0.0, seconds - self.limiter_wait_seconds)
+        self.limiter_wait_seconds += grown
+        return grown
 
     def wanted_rows(self, first_row: int, most: int) -> int:
         """How many rows from `first_row` on may be sent, `most` of them at once."""

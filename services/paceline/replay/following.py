@@ -24,6 +24,8 @@ def check_progress(request: pb.FollowRequest) -> None:
         value = getattr(request, name)
         if not 0 <= value < MAX_COUNT:
             raise InvalidInputError(f"{name} {value}: expected 0 to {MAX_COUNT - 1}")
+    if not 0 <= request.limiter_wait_seconds < MAX_COUNT:  # false for what is no number
+        raise InvalidInputError(f"limiter_wait_seconds {request.limiter_wait_seconds}: expected 0 or more seconds")
 
 
 def follow_messages(
@@ -43,7 +45,10 @@ def follow_messages(
     Args:
         parse: gives a later request, checked against the first one.
     """
-    follower = Follower(wanted_before=first.wanted_before if first.HasField("wanted_before") else None)
+    follower = Follower(
+        wanted_before=first.wanted_before if first.HasField("wanted_before") else None,
+        limiter_wait_seconds=first.limiter_wait_seconds,
+    )
 
     def take(request: pb.FollowRequest) -> None:
         if request.HasField("wanted_before"):
@@ -53,6 +58,7 @@ def follow_messages(
             table.wake()  # the one that it takes over from ends
         if request.HasField("sampled_row_count"):
             table.limiter.raise_sampled(request.sampled_row_count)
+            table.metrics.count_wait("sample", follower.count_wait(request.limiter_wait_seconds))
         if request.HasField("consumed_row"):
             table.consume(request.consumed_row)
 

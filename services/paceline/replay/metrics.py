@@ -230,4 +230,8 @@ class TableMetrics:
             self._timeouts[side].inc()
             raise
         finally:
-            self._waits[side].inc(time.perf_counter() - began)
+            self.count_wait(side, time.perf_counter() - began)
+
+    def count_wait(self, side: str, seconds: float) -> None:
+        """The limiter held `side` back for so long."""
+        self._waits[side].inc(seconds)

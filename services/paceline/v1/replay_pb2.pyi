@@ -128,7 +128,7 @@ class UpdatePrioritiesResponse(_message.Message):
     def __init__(self, updated_row_count: _Optional[int] = ..., unknown_row_count: _Optional[int] = ...) -> None: ...
 
 class FollowRequest(_message.Message):
-    __slots__ = ("run_id", "table", "from_row", "sampled_row_count", "consumed_row", "wanted_before", "learner_incarnation", "last_stored_at")
+    __slots__ = ("run_id", "table", "from_row", "sampled_row_count", "consumed_row", "wanted_before", "learner_incarnation", "last_stored_at", "limiter_wait_seconds")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     FROM_ROW_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +137,7 @@ class FollowRequest(_message.Message):
     WANTED_BEFORE_FIELD_NUMBER: _ClassVar[int]
     LEARNER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAST_STORED_AT_FIELD_NUMBER: _ClassVar[int]
+    LIMITER_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     table: str
     from_row: int
@@ -145,7 +146,8 @@ class FollowRequest(_message.Message):
     wanted_before: int
     learner_incarnation: int
     last_stored_at: float
-    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., from_row: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., consumed_row: _Optional[int] = ..., wanted_before: _Optional[int] = ..., learner_incarnation: _Optional[int] = ..., last_stored_at: _Optional[float] = ...) -> None: ...
+    limiter_wait_seconds: float
+    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., from_row: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., consumed_row: _Optional[int] = ..., wanted_before: _Optional[int] = ..., learner_incarnation: _Optional[int] = ..., last_stored_at: _Optional[float] = ..., limiter_wait_seconds: _Optional[float] = ...) -> None: ...
 
 class FollowResponse(_message.Message):
     __slots__ = ("first_row", "row_count", "table_first_row", "inserted_row_count", "sampled_row_count", "complete", "row_spec_digest", "stored_at", "rows_lost", "rows")

@@ -75,6 +75,8 @@ class FollowSource:
         self._policy_version = 0
         self._stored_at = np.empty(batch_size) if times else None
         self._starvation: Starvation | None = None
+        self._is_held_back, self._held_back_seconds = False, 0.0
+        """Whether the limiter is why there was no batch just now, and for how long it has been, ever."""
         # This side never waits within the limiter: rows come by the same condition as other news.
         self._table, self._limiter_settings = table, replace(limiter, deadline_seconds=0)
         self._limiter = Limiter(table, self._limiter_settings)
@@ -125,9 +127,13 @@ class FollowSource:
             PacelineError: replay refused for good.
         """
         until = time.monotonic() + seconds
-        row_count = 0
+        row_count, held_back = 0, self._held_back_seconds
         while not row_count:
-            self._wait_for_grant(until, seconds)
+            try:
+                self._wait_for_grant(until, seconds)
+            finally:
+                if self._held_back_seconds > held_back:
+                    self._follower.report()  # replay counts the waits of both sides
             with self._drawing:
                 row_count, within_bound = self._draw()
         due = self._limiter.sampled - self._reported >= self._report_rows
@@ -153,9 +159,9 @@ class FollowSource:
                 self._limiter = Limiter(self._table, self._limiter_settings, sampled=table.sampled_row_count)
                 self._caught_up_at, self._caught_up_rows = table.inserted_row_count, table.row_count
                 self._reported = self._limiter.sampled
-                return replay_pb2.FollowRequest(sampled_row_count=self._reported)
+                return self._request()
             self._reported = self._limiter.sampled
-            return replay_pb2.FollowRequest(from_row=self._end, sampled_row_count=self._reported)
+            return self._request(from_row=self._end)
 
     def forget(self) -> None:
         """Empty the ring: it is filled with what replay has now, as at the start."""
@@ -167,7 +173,7 @@ class FollowSource:
     def progress(self) -> replay_pb2.FollowRequest:
         """Rows that were ever sampled, from this ring and before."""
         with self._changed:
-            return replay_pb2.FollowRequest(sampled_row_count=self._limiter.sampled)
+            return self._request()
 
     def take(self, news: replay_pb2.FollowResponse, rows: ByteMatrix, stored_at: npt.NDArray[np.float64]) -> None:
         """Put rows into the ring."""
@@ -212,15 +218,19 @@ class FollowSource:
                     raise DeadlineError(f"no batch within {seconds:g} s: {self._why_not()}")
                 began = time.monotonic()
                 self._changed.wait(left)
+                waited = time.monotonic() - began
                 if self._starvation is not None:
-                    self._metrics.starved.add(time.monotonic() - began, self._starvation.smallest_bound)
+                    self._metrics.starved.add(waited, self._starvation.smallest_bound)
+                if self._is_held_back:
+                    self._held_back_seconds += waited
 
     def _grant(self) -> bool:
         """Whether a batch may be drawn now; it counts as sampled then."""
-        self._starvation = None
+        self._starvation, self._is_held_back = None, False
         if not self._is_caught_up() or not self._memory.row_count:
             return False
         if not self._limiter.grant_samples(self._batch_size, 1, lambda: None, wait=False):
+            self._is_held_back = True
             return False
         self._starvation = self._memory.find_starvation(self._batch_size, self._policy_version)
         if self._starvation is not None:
@@ -246,6 +256,13 @@ class FollowSource:
         if self._caught_up_at is None:
             return False
         return self._end >= self._caught_up_at or self._received_rows >= self._caught_up_rows
+
+    def _request(self, from_row: int | None = None) -> replay_pb2.FollowRequest:
+        return replay_pb2.FollowRequest(
+            from_row=from_row,
+            sampled_row_count=self._limiter.sampled,
+            limiter_wait_seconds=self._held_back_seconds,
+        )
 
     def _report(self) -> None:
         if self._limiter.sampled > self._reported:
