@@ -48,6 +48,9 @@ HEALTHY = {
     "capacity": series("paceline_replay_table_capacity_rows", steady(1000), 'table="t"'),
     "insert_wait": series("paceline_replay_limiter_wait_seconds_total", steady(0, 55), 'table="t", side="insert"'),
     "refused": series("paceline_replay_refused_blocks_total", steady(0), 'reason="store_full"'),
+    "read_only": series("paceline_replay_refused_blocks_total", steady(0), 'reason="store_read_only"'),
+    "redis": series("paceline_replay_redis_available", steady(1), 'instance="0"'),
+    "redis_of_another_shard": series("paceline_replay_redis_available", steady(1), 'instance="1"'),
     "limiter": series("paceline_replay_refused_blocks_total", steady(0, 60), 'reason="limiter"'),
     "lag_sum": series("paceline_learner_training_lag_versions_sum", steady(0, 600_000)),
     "lag_count": series("paceline_learner_training_lag_versions_count", steady(0, 6000)),
@@ -188,7 +191,8 @@ CASES = [
             "waiting": steady(0, 59),
             "updating": steady(0, 1),
             "publishing": steady(0, 0),
-            **dict.fromkeys(("appended", "rows", "capacity", "insert_wait", "refused", "limiter", "queue_drops")),
+            **dict.fromkeys(("appended", "rows", "capacity", "insert_wait", "queue_drops")),
+            **dict.fromkeys(("refused", "read_only", "limiter", "redis", "redis_of_another_shard")),
         },
         {"PacelineReplayStarved": [{"cause": "no_rows"}]},
     ),
@@ -197,6 +201,19 @@ CASES = [
         {"waiting": steady(0, 59), "updating": steady(0, 1), "publishing": steady(0, 0)},
     ),
     Case("a store that is full", {"refused": steady(0, 1)}, {"PacelineReplayFull": [{"cause": "store"}]}),
+    Case(
+        "a store that refuses writes and answers",
+        {"read_only": steady(0, 1)},
+        {"PacelineReplayFull": [{"cause": "read_only"}]},
+    ),
+    Case("a store that refused writes once, long ago", {"read_only": f"0x10 1x{MINUTES}"}),
+    Case(
+        "the Redis of one shard gone",
+        {"redis": f"1x10 0x{MINUTES}"},
+        {"PacelineReplayFull": [{"cause": "redis_away"}]},
+        quiet_at=11,
+    ),
+    Case("a Redis that was restarted within a minute", {"redis": f"1x{MINUTES - 2} 0 1"}),
     Case(
         "a full table that takes nothing",
         {"appended": steady(500), "queue_drops": steady(0)},
@@ -339,6 +356,37 @@ def test_a_description_names_the_figure_and_what_it_is_about(tmp_path: Path) -> 
         "exp_alerts": [{"exp_labels": labels, "exp_annotations": annotations}],
     }
     run_promtool(tmp_path, changed({"queue_drops": steady(0, 600)}), alert_rule_test=[alert])
+
+
+@pytest.mark.parametrize(
+    ("changes", "labels", "description"),
+    [
+        ({"refused": steady(0, 1)}, {"cause": "store"}, "Redis has no room: blocks are refused as store_full."),
+        (
+            {"read_only": steady(0, 1)},
+            {"cause": "read_only"},
+            "Redis refuses writes, as with a full disk: blocks are refused as store_read_only.",
+        ),
+        ({"redis": steady(0)}, {"cause": "redis_away"}, "Redis does not answer, and appends wait for it."),
+        (
+            {"appended": steady(500), "queue_drops": steady(0)},
+            {"cause": "table", "table": "t"},
+            "Table t is full, appends wait, and nothing is stored.",
+        ),
+    ],
+    ids=["store", "read_only", "redis_away", "table"],
+)
+def test_a_replay_that_takes_no_rows_says_why(
+    changes: Mapping[str, str], labels: Mapping[str, str], description: str, tmp_path: Path
+) -> None:
+    name = "PacelineReplayFull"
+    rule = alert_rules()[name]
+    expected = {
+        "exp_labels": {**OF_RUN, **rule["labels"], **labels},
+        "exp_annotations": {**rule["annotations"], "description": description},
+    }
+    alert = {"eval_time": f"{MINUTES}m", "alertname": name, "exp_alerts": [expected]}
+    run_promtool(tmp_path, changed(changes), alert_rule_test=[alert])
 
 
 @pytest.mark.parametrize("entry", HEALTHY.values(), ids=HEALTHY.keys())

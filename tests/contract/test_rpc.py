@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,21 +21,24 @@ from paceline.errors import PacelineError, PortTakenError, TooManyStreamsError, 
 from paceline.process import StopSignal
 from paceline.rpc.client import NO_SECURITY, Backoff, call_until_answered, open_channel
 from paceline.rpc.server import AioServer, Server
-from paceline.rpc.status import code_of, raising
+from paceline.rpc.status import DELAYED, RETRY_DELAY_KEY, RETRYABLE, code_of, raising, retry_delay_seconds
 from paceline.v1 import parameters_pb2, parameters_pb2_grpc, replay_pb2, replay_pb2_grpc, run_pb2, run_pb2_grpc
 
 ERRORS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, PacelineError)]
 DEADLINE_SECONDS = 20
 CONFIG = RpcConfig(drain_seconds=10)
+QUICK = RpcConfig(backoff_initial_seconds=0.01, backoff_max_seconds=0.02)
 
 
 class Scene:
     """What the test's services do is told in the run id of a call; waits end when the test says so."""
 
     def __init__(self) -> None:
+        self.played: list[str] = []
         self.entered, self.release = threading.Semaphore(0), threading.Event()
 
     def play(self, run_id: str) -> None:
+        self.played.append(run_id)
         action, _, message = run_id.partition(":")
         if action == "wait":
             self.entered.release()
@@ -259,6 +262,75 @@ def test_an_error_within_a_stream_arrives_as_the_class_that_was_raised_after_wha
     assert type(caught.value) is cls
     assert str(caught.value) == "message"
     assert caught.value.__cause__.code() == code_of(cls(""))
+
+
+@pytest.mark.parametrize("cls", RETRYABLE, ids=lambda cls: cls.__name__)
+def test_an_error_worth_waiting_for_names_a_delay_that_the_back_off_keeps(kind, start, scene, cls):
+    server = start()
+    waits = []
+    stop = StopSignal()
+
+    def stop_at_the_wait(error: PacelineError, seconds: float) -> None:
+        waits.append(seconds)
+        stop.set()
+
+    for call in (kind.unary, lambda channel, run_id: list(kind.stream(channel, run_id))):
+        with open_channel(f"127.0.0.1:{server.port}", QUICK) as channel:
+            with pytest.raises(cls) as caught, raising("peer"):
+                call(channel, f"{cls.__name__}:not now")
+            error = caught.value.__cause__
+            assert error.code() == code_of(cls(""))
+            assert dict(error.trailing_metadata()).get(RETRY_DELAY_KEY) == ("1000" if cls in DELAYED else None)
+            assert retry_delay_seconds(caught.value) == (1.0 if cls in DELAYED else 0.0)
+            assert len(scene.played) == 1  # gRPC itself tried it once, and not again after the delay
+
+            with pytest.raises(errors.DeadlineError, match="not now"):
+                call_until_answered(
+                    partial(call, channel, f"{cls.__name__}:not now"),
+                    peer="peer",
+                    backoff=Backoff(QUICK, 0),
+                    stop=stop,
+                    on_wait=stop_at_the_wait,
+                )
+            assert (1.0 <= waits[-1] <= 2.0) if cls in DELAYED else (waits[-1] <= 0.02)
+        scene.played.clear()
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("250", 0.25),
+        ("0", 0.0),
+        ("-1", 0.0),
+        ("", 0.0),
+        ("soon", 0.0),
+        ("1e3", 0.0),
+        ("nan", 0.0),
+        ("3600000", 60.0),
+        (str(2**63 - 1), 60.0),
+        ("9" * 5000, 0.0),
+    ],
+)
+def test_a_delay_is_taken_as_it_can_be_meant_and_lays_no_client_up(value, seconds):
+    def refuse(request: bytes, context: grpc.ServicerContext) -> bytes:
+        context.set_trailing_metadata(((RETRY_DELAY_KEY, value),))
+        context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    handlers = {"DescribeTables": grpc.unary_unary_rpc_method_handler(refuse)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("paceline.v1.ReplayService", handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with open_channel(f"127.0.0.1:{port}", QUICK) as channel:
+            with pytest.raises(TooManyStreamsError) as caught, raising("peer"):
+                describe(channel, "answer")
+            assert caught.value.__cause__.trailing_metadata()
+            assert retry_delay_seconds(caught.value) == seconds
+            bound = max(QUICK.backoff_initial_seconds, 2 * seconds)
+            assert bound / 2 <= Backoff(QUICK, 0).next_seconds(caught.value) <= bound
+    finally:
+        server.stop(0).wait()
 
 
 def test_a_message_too_long_for_a_trailer_arrives_shortened_and_with_its_class(kind, running):

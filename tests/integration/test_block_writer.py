@@ -10,13 +10,23 @@ from prometheus_client import CollectorRegistry
 
 from integration.peers import PENDULUM, RUN_ID, TABLE, Replay, serve
 from integration.waiting import wait_until
-from paceline.collector.metrics import CollectorMetrics
+from paceline.collector.metrics import APPEND_FAILURES, CollectorMetrics
 from paceline.collector.writer import BlockWriter
 from paceline.config import RpcConfig
-from paceline.errors import InvalidInputError, LimiterTimeoutError, ReplacedError, RowSpecError
+from paceline.errors import (
+    InvalidInputError,
+    LimiterTimeoutError,
+    PacelineError,
+    ReplacedError,
+    RowSpecError,
+    StoreFullError,
+    StoreReadOnlyError,
+    TooManyStreamsError,
+)
 from paceline.process import StopSignal
 from paceline.rows import Block, CompactForm, checksum_of
-from paceline.rpc.client import open_channel
+from paceline.rpc import status
+from paceline.rpc.client import Backoff, open_channel
 from paceline.v1 import replay_pb2
 
 NEVER = StopSignal()
@@ -269,15 +279,39 @@ def test_an_old_stream_is_replaced_without_a_failure(start):
     assert writing.value("append_failures_total", reason="away") == 0
 
 
-def test_a_wait_for_the_limiter_is_tried_again(start):
+@pytest.mark.parametrize(
+    ("refusal", "reason", "delayed"),
+    [
+        (LimiterTimeoutError("inserts wait for samples"), "limiter", False),
+        (StoreFullError("maxmemory is reached"), "full", True),
+        (StoreReadOnlyError("MISCONF: the disk is full"), "read_only", True),
+        (TooManyStreamsError("all are open"), "away", True),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
+def test_a_refusal_that_may_pass_is_counted_by_its_reason_and_tried_again_after_its_delay(
+    start, monkeypatch, refusal, reason, delayed
+):
+    waits = []
+
+    class Recorded(Backoff):
+        def next_seconds(self, error: PacelineError | None = None) -> float:
+            waits.append(super().next_seconds(error))
+            return waits[-1]
+
+    monkeypatch.setattr("paceline.collector.writer.Backoff", Recorded)
+    monkeypatch.setattr(status, "RETRY_DELAY_MS", 150)  # in place of a second, ten times the longest wait otherwise
     replay, _, port = start.replay()
-    replay.refusal = LimiterTimeoutError("inserts wait for samples")
+    replay.refusal = refusal
     writing = start.writing(port)
     writing.submit(0)
-    wait_until(lambda: writing.value("append_failures_total", reason="limiter"))
+    wait_until(lambda: len(waits) >= 2)
     replay.refusal = None
     assert writing.writer.close([], 20) == 0
     assert numbers_in(replay) == [0]
+    assert all((0.15 <= seconds <= 0.3) if delayed else (seconds <= 0.02) for seconds in waits)
+    failures = {each: writing.value("append_failures_total", reason=each) for each in APPEND_FAILURES}
+    assert failures == {each: len(waits) if each == reason else 0 for each in APPEND_FAILURES}
 
 
 @pytest.mark.parametrize("refusal", [ReplacedError("a newer incarnation took over"), RowSpecError("another spec")])

@@ -1,3 +1,5 @@
+import json
+
 import grpc
 import pytest
 
@@ -7,7 +9,7 @@ from paceline.errors import ConflictError, DeadlineError, PacelineError, Unavail
 from paceline.process import StopSignal
 from paceline.rpc.client import Backoff, call_until_answered, channel_options
 from paceline.rpc.server import server_options
-from paceline.rpc.status import CODES, RETRYABLE, code_of
+from paceline.rpc.status import CODES, DELAYED, RETRYABLE, code_of
 
 QUICK = RpcConfig(backoff_initial_seconds=0.001, backoff_max_seconds=0.002)
 ERRORS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, PacelineError)]
@@ -69,6 +71,16 @@ def test_a_stop_ends_the_waiting_and_says_for_what():
 
     with pytest.raises(DeadlineError, match="waiting for replay: replay is loading"):
         call_until_answered(call, peer="replay", backoff=Backoff(RpcConfig(), 0), stop=stop)
+
+
+def test_grpc_itself_retries_nothing_whatever_a_server_asks_for():
+    options = dict(channel_options(RpcConfig()))
+    assert options["grpc.enable_retries"] == 0
+    assert json.loads(str(options["grpc.service_config"])).keys() == {"loadBalancingConfig"}  # and no policy of retries
+
+
+def test_what_asks_for_a_delay_is_worth_a_retry():
+    assert set(DELAYED) <= set(RETRYABLE)
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1, 20, 300])

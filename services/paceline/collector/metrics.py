@@ -28,8 +28,8 @@ ACTIVITIES = (
 """waiting: for the first snapshot; append_wait: for replay to acknowledge a block, which is the back-pressure;
 lag_pause: for a snapshot within lag.max_lag_versions."""
 
-APPEND_FAILURES = ("limiter", "away")
-"""Why a stream of appends is cut."""
+APPEND_FAILURES = ("limiter", "full", "read_only", "away")
+"""Why a stream of appends is cut. full, read_only: Redis has no room, or refuses writes; the rows wait here."""
 
 
 class CollectorMetrics:

@@ -104,7 +104,7 @@ class EpisodeReporter:
                         answer = self._stub.ReportEpisodes(request, timeout=self._rpc.deadline_seconds)
                 except RETRYABLE as error:
                     self._note_outage(error)
-                    self._abandoned.wait(self._backoff.next_seconds())
+                    self._abandoned.wait(self._backoff.next_seconds(error))
                     continue
                 self._pending = None
                 self._backoff.reset()

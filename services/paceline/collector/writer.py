@@ -12,7 +12,15 @@ import grpc
 
 from paceline.collector.metrics import CollectorMetrics
 from paceline.config import RpcConfig
-from paceline.errors import DeadlineError, InvalidInputError, LimiterTimeoutError, NotFoundError, PacelineError
+from paceline.errors import (
+    DeadlineError,
+    InvalidInputError,
+    LimiterTimeoutError,
+    NotFoundError,
+    PacelineError,
+    StoreFullError,
+    StoreReadOnlyError,
+)
 from paceline.process import StopSignal
 from paceline.rows import Block, CompactForm, RowSpec, checksum_of
 from paceline.rpc.bulk import APPEND_REQUEST, MESSAGE_BYTES, Bulk
@@ -28,6 +36,15 @@ _STOP_CHECK_SECONDS = 0.2
 _JOIN_SECONDS = 1.0
 _STREAM_REUSE = 0.9
 """Share of a stream's deadline after which the writer ends it itself and opens the next."""
+
+
+_REASONS: dict[type[PacelineError], str] = {
+    LimiterTimeoutError: "limiter",
+    StoreFullError: "full",
+    StoreReadOnlyError: "read_only",
+    PacelineError: "away",
+}
+"""The first that fits names why the stream was cut."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +210,7 @@ class BlockWriter:
                     # NotFoundError: replay came back without the table, which the next turn opens.
                     if not self._abandoned.is_set():
                         self._note_outage(error)
-                        self._abandoned.wait(self._backoff.next_seconds())
+                        self._abandoned.wait(self._backoff.next_seconds(error))
         except PacelineError as error:
             self._fail(error)
         except Exception as error:
@@ -316,7 +333,7 @@ class BlockWriter:
         return self._unacknowledged.popleft()
 
     def _note_outage(self, error: PacelineError) -> None:
-        reason = "limiter" if isinstance(error, LimiterTimeoutError) else "away"
+        reason = next(reason for cls, reason in _REASONS.items() if isinstance(error, cls))
         self._metrics.append_failures.labels(reason).inc()
         if not self._outage:
             self._outage = True

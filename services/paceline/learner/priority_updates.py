@@ -98,7 +98,7 @@ class PriorityUpdates:
                 self._said = str(error)
                 self._log.warning("priorities_dropped", row_count=len(keys), reason=self._said)
             with self._changed:
-                self._changed.wait_for(lambda: self._closed, self._backoff.next_seconds())
+                self._changed.wait_for(lambda: self._closed, self._backoff.next_seconds(error))
             return False
         self._backoff.reset()
         self._said = ""

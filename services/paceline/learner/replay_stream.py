@@ -80,7 +80,7 @@ class ReplayStream:
                 if is_held_back:
                     self._backoff.reset()
                 self._on_cut(error, self.is_away)
-                self._closed.wait(self._backoff.next_seconds())
+                self._closed.wait(self._backoff.next_seconds(error))
             except (PacelineError, ValueError):
                 if self._closed.is_set():
                     return  # the channel was closed under a call

@@ -122,7 +122,7 @@ class Upstream:
                     self._fail(error)
                     return
                 self._note_outage(error)
-                self._closing.wait(self._backoff.next_seconds())
+                self._closing.wait(self._backoff.next_seconds(error))
                 continue
             except Exception as error:
                 # The one boundary of this thread: its end must end the process, not freeze what it serves unnoticed.

@@ -197,7 +197,7 @@ class SnapshotPoller:
                 self._failures_since_finished += self._finished
                 if self._failures_since_finished > _TRIES_AFTER_FINISH:
                     return  # the learner ended with the run
-                self._closing.wait(self._backoff.next_seconds())
+                self._closing.wait(self._backoff.next_seconds(error))
                 continue
             except Exception as error:
                 # The one boundary of this thread: its end must end the process, not freeze the policy unnoticed.

@@ -16,7 +16,7 @@ from paceline.config import RpcConfig, SecurityConfig
 from paceline.errors import DeadlineError, PacelineError
 from paceline.process import StopSignal
 from paceline.rpc.channel import SecuredChannel
-from paceline.rpc.status import RETRYABLE, raising
+from paceline.rpc.status import RETRYABLE, raising, retry_delay_seconds
 from paceline.rpc.tokens import READER
 
 ResultT = TypeVar("ResultT")
@@ -75,9 +75,11 @@ class Backoff:
         self._random = random.Random(seed)
         self._next = self._initial
 
-    def next_seconds(self) -> float:
-        """The next wait."""
+    def next_seconds(self, error: PacelineError | None = None) -> float:
+        """The next wait, in seconds: after `error` at least the delay that the server named, up to twice as long."""
         bound, self._next = self._next, min(self._next * 2, self._maximum)
+        if error is not None:
+            bound = max(bound, 2 * retry_delay_seconds(error))  # the delay is where the upper half begins
         return bound * self._random.uniform(0.5, 1.0)
 
     def reset(self) -> None:
@@ -104,7 +106,7 @@ def call_until_answered(
             with raising(peer):
                 return call()
         except RETRYABLE as error:
-            seconds = backoff.next_seconds()
+            seconds = backoff.next_seconds(error)
             if on_wait is not None:
                 on_wait(error, seconds)
             if stop.wait(seconds):
