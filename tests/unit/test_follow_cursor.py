@@ -1,0 +1,175 @@
+"""A follower's cursor against a slow oracle: whatever befalls table and record, it knows each row that is there."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from prometheus_client import CollectorRegistry
+
+from contract.memory_log import MemoryLog, Shelf
+from paceline.config import build
+from paceline.replay.following import follow_messages
+from paceline.replay.metrics import APPEND_ACTIVITIES, FOLLOW_ACTIVITIES, ReplayMetrics, TableMetrics
+from paceline.replay.settings import limiter_settings, memory_settings
+from paceline.replay.table import Table
+from paceline.rows import Block, Column, RowSpec
+from paceline.rpc.wire import SentBlock
+from paceline.telemetry import ActivityClock
+from paceline.v1 import replay_pb2 as pb
+from paceline.v1 import rows_pb2
+
+TABLE = "transitions"
+SPEC = RowSpec((Column("value", "float64"),))
+CAPACITY = 40
+CONFIG = build(
+    {
+        "learner": {"updates": "learner_bound", "batch_size": 1},
+        "collector": {"block_rows": 8},
+        "replay": {"tables": {TABLE: {"capacity_rows": CAPACITY, "limiter": {"min_rows": 1}}}},
+    }
+)
+
+
+class OpenStream:
+    """A stream whose caller stays."""
+
+    def why_ended(self) -> None:
+        return None
+
+
+class Cursor(RuleBasedStateMachine):
+    """One table of a process that is restarted, and a follower that reads up to some key each time.
+
+    `believed` is what the follower has, by key; the oracle is the table itself, which the other tests prove.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = ReplayMetrics(CollectorRegistry())
+        self.shelf, self.saved = Shelf(), Shelf()
+        self.values, self.sequences = itertools.count(), itertools.count(1)
+        self.believed: dict[int, float] = {}
+        self.next_row: int | None = None
+        self.last_stored_at: float | None = None
+        self.is_damaged = self.is_rolled_back = False
+        self.table = self._open()
+
+    def _open(self) -> Table:
+        table = Table(
+            TABLE,
+            SPEC,
+            CONFIG.replay.tables[TABLE],
+            MemoryLog(self.shelf),  # type: ignore[arg-type]
+            TableMetrics(self.metrics, TABLE),
+            capacity_rows=CAPACITY,
+            memory=memory_settings(CONFIG, TABLE, SPEC),
+            limiter=limiter_settings(CONFIG, TABLE),
+            row_limit=None,
+            settings_json="{}",
+        )
+        if self.shelf.state is None:
+            table.begin()
+        else:
+            table.load(self.shelf.state)
+            for _ in table.restore():
+                pass
+        return table
+
+    @rule(row_count=st.integers(1, 8))
+    def append(self, row_count: int) -> None:
+        block = Block.empty(SPEC, row_count)
+        block.columns["value"] = np.array([next(self.values) for _ in range(row_count)])
+        header = rows_pb2.BlockHeader(
+            collector_incarnation=1,
+            sequence=next(self.sequences),
+            row_count=row_count,
+            row_spec_digest=SPEC.digest,
+            checksum=block.checksum(),
+        )
+        clock = ActivityClock(self.metrics.activity_seconds, APPEND_ACTIVITIES, "receive")
+        sent = SentBlock(header, block.data.data.cast("B"))
+        assert [done.duplicate for part in self.table.append([sent], lambda: None, clock) for done in part] == [False]
+
+    @rule()
+    def save(self) -> None:
+        """Redis writes its file to the disk."""
+        self.saved = copy.deepcopy(self.shelf)
+
+    @rule()
+    def restart(self) -> None:
+        self.table = self._open()
+
+    @precondition(lambda self: self.saved.state is not None and not self.is_damaged)
+    @rule()
+    def roll_back(self) -> None:
+        """Redis and replay die together, and Redis comes back with what it had saved."""
+        self.shelf = copy.deepcopy(self.saved)
+        self.table = self._open()
+        self.is_rolled_back = True
+
+    # Of a row that is damaged nobody can tell whether it was that which the follower had got.
+    @precondition(lambda self: self.shelf.blocks and not self.is_rolled_back)
+    @rule(data=st.data())
+    def damage(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, len(self.shelf.blocks) - 1))
+        block = self.shelf.blocks[number]
+        self.shelf.blocks[number] = replace(block, payload=b"")
+        self.table = self._open()
+        self.is_damaged = True
+
+    @rule(ahead=st.integers(0, 60), message_rows=st.integers(1, 20))
+    def read(self, ahead: int, message_rows: int) -> None:
+        while not self._read(ahead, message_rows):
+            self.believed, self.next_row, self.last_stored_at = {}, None, None
+        self.is_damaged = self.is_rolled_back = False
+        memory = self.table.memory
+        found = {}
+        row = memory.first_row
+        while row < memory.end_row:
+            first, rows, _ = memory.read(row, CAPACITY)
+            found.update(
+                zip(range(first, first + len(rows)), rows.view(SPEC.dtype)["value"][:, 0].tolist(), strict=True)
+            )
+            row = first + max(1, len(rows))
+        wanted = {key: value for key, value in found.items() if key < (self.next_row or 0)}
+        assert {key: self.believed.get(key) for key in wanted} == wanted
+
+    def _read(self, ahead: int, message_rows: int) -> bool:
+        """Read up to `ahead` keys further; False: rows were lost, and the follower has to begin anew."""
+        cursor = self.next_row or 0
+        # Without further requests the stream ends when what is wanted was sent; more than there is would be waited for.
+        first = pb.FollowRequest(
+            run_id="run",
+            table=TABLE,
+            from_row=self.next_row,
+            wanted_before=max(cursor, min(cursor + ahead, self.table.inserted)),
+            last_stored_at=self.last_stored_at,
+        )
+        clock = ActivityClock(self.metrics.activity_seconds, FOLLOW_ACTIVITIES, "idle")
+        stream: Any = OpenStream()
+        for message in follow_messages(self.table, first, iter(()), lambda data: first, stream, clock, message_rows):
+            if message.head.rows_lost:
+                return False
+            assert message.head.first_row >= cursor
+            rows = np.frombuffer(message.payload, np.uint8).reshape(-1, SPEC.row_bytes)
+            assert len(rows) == message.head.row_count <= message_rows
+            for offset, value in enumerate(rows.view(SPEC.dtype)["value"].reshape(-1).tolist()):
+                key = message.head.first_row + offset
+                assert key not in self.believed
+                self.believed[key] = value
+            cursor = message.head.first_row + len(rows)
+            if len(rows):
+                self.last_stored_at = float(message.arrays["stored_at"][-1])
+        self.next_row = cursor
+        return True
+
+
+TestCursor = Cursor.TestCase
+TestCursor.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
