@@ -97,8 +97,8 @@ def valid_messages() -> dict[str, list[bytes]]:
             pb.SampleRequest(run_id=RUN, table=TABLE, batch_size=200, batch_count=1, policy_version=9),
         ],
         "Follow": [
-            pb.FollowRequest(run_id=RUN, table=TABLE, from_row=3, wanted_before=20),
-            pb.FollowRequest(run_id=RUN, table=TABLE, sampled_row_count=7, consumed_row=0),
+            pb.FollowRequest(run_id=RUN, table=TABLE, from_row=3, wanted_before=20, last_stored_at=1.7e9),
+            pb.FollowRequest(run_id=RUN, table=TABLE, sampled_row_count=7, consumed_row=0, limiter_wait_seconds=0.5),
         ],
         "OpenTable": [pb.OpenTableRequest(run_id=RUN, table=TABLE, row_spec=row_spec_to_wire(s)) for s in (SPEC, spec)],
         "UpdatePriorities": [
@@ -209,6 +209,7 @@ MESSAGES = {
     "Follow": message_of(
         pb.FollowRequest,
         **{name: st.none() | integers for name in ("from_row", "sampled_row_count", "consumed_row", "wanted_before")},
+        **{name: st.none() | st.floats() for name in ("last_stored_at", "limiter_wait_seconds")},
     ),
     "OpenTable": message_of(
         pb.OpenTableRequest, row_spec=st.builds(rows_pb2.RowSpec, columns=st.lists(columns, max_size=4))
