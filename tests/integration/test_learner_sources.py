@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -189,6 +192,43 @@ def test_a_queue_is_read_once_across_the_death_of_replay(redis_server, spawn, le
         taken += values(source.next_batch(SECONDS)).tolist()
     assert taken == list(range(300))
     wait_until(lambda: client.describe().consumed_row == 285, "what was learned from has left")
+
+
+@pytest.mark.parametrize(("capacity", "overflow"), [(23, "block"), (10, "drop_oldest")])
+def test_the_smallest_queue_gives_batches_without_end(redis_server, serve, learn, capacity, overflow):
+    # At worst 13 rows wait, one less than a batch, and a block of 10 comes.
+    config = make_config(
+        redis_server.url,
+        capacity=capacity,
+        table={"queue": True, "overflow": overflow},
+        rpc=QUICK,
+        learner={"batch_size": 14},
+    )
+    _, client = serve(config)
+    client.open()
+    source, ended, appended = learn(config), threading.Event(), [0]
+
+    def append() -> None:
+        for sequence in itertools.count(1):
+            if ended.is_set():
+                return
+            count = (4, 8, 1, 10)[sequence % 4]
+            client.append(request(sequence, block(appended[0], count)))
+            appended[0] += count
+
+    thread = threading.Thread(target=append)
+    thread.start()
+    taken: list[int] = []
+    for _ in range(100):
+        taken += values(source.next_batch(SECONDS)).tolist()
+    ended.set()
+    source.consume()
+    while thread.is_alive():  # the last append waits for room
+        with suppress(DeadlineError):
+            source.next_batch(0.1)
+    assert taken == sorted(set(taken))
+    if overflow == "block":
+        assert taken == list(range(1400))
 
 
 @pytest.mark.parametrize("queue", [False, True], ids=["follow", "queue"])

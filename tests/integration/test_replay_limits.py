@@ -68,7 +68,9 @@ def test_other_settings_of_the_table_hold_after_a_restart_and_are_reported(redis
     replay.stop()
     table = {"sampler": "prioritised", "remover": "lowest_priority", "max_times_sampled": 3}
     with structlog.testing.capture_logs() as events:
-        replay, client = serve(make_config(redis_server.url, capacity=40, table=table), resume=True)
+        replay, client = serve(
+            make_config(redis_server.url, capacity=40, table=table, learner={"batch_size": 40}), resume=True
+        )
     (event,) = [event for event in events if event["event"] == "table_settings_differ"]
     changed = {"capacity_rows": 40, **table}
     assert event["used"] == changed

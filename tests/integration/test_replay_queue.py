@@ -24,6 +24,7 @@ from paceline.errors import InvalidInputError, LimiterTimeoutError, ReplacedErro
 def queue_config(redis_server, **settings):
     table = {"queue": True, **{name: settings.pop(name) for name in ("overflow",) if name in settings}}
     settings.setdefault("collector", {"block_rows": 1})
+    settings.setdefault("learner", {"batch_size": 1})
     return make_config(redis_server.url, table=table, **settings)
 
 

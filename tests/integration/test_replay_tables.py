@@ -381,7 +381,7 @@ def test_a_capacity_in_bytes_holds_beside_that_in_rows_and_must_fit_a_block(redi
     metrics = replay.metrics()
     assert metrics[f'paceline_replay_table_log_bytes{{table="{TABLE}"}}'] == 50 * SPEC.row_bytes
     assert 50 * SPEC.row_bytes <= metrics[f'paceline_replay_table_memory_bytes{{table="{TABLE}"}}'] < 20_000
-    with pytest.raises(BlockError, match="at most capacity_rows, 50"):
+    with pytest.raises(BlockError, match="at most the rows that fit in capacity_bytes, 50"):
         client.append(request(21, block(0, 51)))
     replay.stop()
     tight = make_config(redis_server.url, run_id="tight", table={"capacity_bytes": 10 * SPEC.row_bytes - 1})

@@ -5,7 +5,9 @@ import yaml
 
 from paceline import config
 from paceline.config import Config, load, redact_url
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RowSpecError
+from paceline.replay.settings import limiter_settings, memory_settings
+from paceline.rows import Column, RowSpec
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 SECRET = "s3cr3t-Pa55"
@@ -123,6 +125,18 @@ def test_a_key_below_a_value_is_refused(write):
         (["replay.tables.transitions.capacity_rows=99"], ["min_rows is 100", "99", "sampling never begins"]),
         (["replay.tables.transitions.limiter.window_rows=10"], ["window_rows is 10", "at least 16640"]),
         (["run.environment_steps=50"], ["environment_steps is 50", "100", "ends before it learns"]),
+        (
+            ["replay.tables.transitions.max_times_sampled=4"],
+            ["replay.tables.transitions.max_times_sampled is 4", "at least 257", "lower learner.updates_per_step"],
+        ),
+        (
+            ["replay.tables={transitions: {}, other: {max_times_sampled: 3, limiter: {samples_per_insert: 3.5}}}"],
+            ["replay.tables.other.max_times_sampled is 3", "at least 4", "replay.tables.other.limiter.samples_per_ins"],
+        ),
+        (
+            ["replay.tables={transitions: {}, other: {limiter: {window_rows: 128, samples_per_insert: 2}}}"],
+            ["replay.tables.other.limiter.window_rows is 128", "at least 384"],
+        ),
     ],
 )
 def test_settings_that_could_only_stall_the_run_are_refused_with_the_smallest_that_works(overrides, parts):
@@ -137,6 +151,83 @@ def test_the_band_named_as_smallest_is_accepted():
     assert settings.limiter_window_rows() == 16640
     assert Config().limiter_window_rows() == 2 * 16640
     assert load(None, ["learner.updates=learner_bound"]).limiter_window_rows() is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "smallest"),
+    [
+        ([], 257),
+        (["learner.updates_per_step=0.01"], 3),  # 2.56 samples of each row
+        (["learner.updates=learner_bound", "replay.tables.transitions.limiter.samples_per_insert=8"], 9),
+        # What is lost in a small table: 5 of the 256 draws, and 2 batches, of 37 rows.
+        (["collector.block_rows=64", "replay.tables.transitions.capacity_rows=100", "learner.prefetch_batches=1"], 706),
+        (["replay.shards=2", "collector.count=2"], 257),
+    ],
+)
+def test_more_draws_of_a_row_than_the_ratio_asks_for_are_needed(overrides, smallest):
+    key = "replay.tables.transitions.max_times_sampled"
+    assert settings_of(*overrides, f"{key}={smallest}").replay.tables["transitions"].max_times_sampled == smallest
+    with pytest.raises(ConfigError, match=f"max_times_sampled is {smallest - 1}: expected at least {smallest},"):
+        settings_of(*overrides, f"{key}={smallest - 1}")
+
+
+QUEUE = ["learner.updates=learner_bound", "replay.tables.transitions.queue=true"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "smallest"),
+    [
+        (QUEUE, "capacity_rows", 319),
+        ([*QUEUE, "learner.batch_size=1000", "collector.block_rows=1"], "capacity_rows", 1000),
+        ([*QUEUE, "replay.shards=2", "collector.count=2"], "capacity_rows", 319),
+        (["learner.updates=learner_bound", "replay.tables.transitions.capacity_rows=100"], "max_times_sampled", 7),
+    ],
+)
+def test_a_table_that_could_never_give_a_batch_is_refused(settings, key, smallest):
+    key = f"replay.tables.transitions.{key}"
+    settings_of(*settings, f"{key}={smallest}")
+    with pytest.raises(ConfigError, match=f"{key} is {smallest - 1}: expected at least {smallest},"):
+        settings_of(*settings, f"{key}={smallest - 1}")
+
+
+def test_a_queue_that_drops_rows_may_be_smaller_than_a_batch():
+    table = "replay.tables.transitions"
+    assert settings_of(*QUEUE, f"{table}.overflow=drop_oldest", f"{table}.capacity_rows=100").follows
+
+
+def test_bytes_that_hold_no_batch_of_a_queue_are_refused_when_the_size_of_rows_is_known():
+    settings = settings_of(*QUEUE, "replay.tables.transitions.capacity_bytes=10000")
+    with pytest.raises(RowSpecError, match=r"10000 bytes, 96 rows .* expected at least 319"):
+        memory_settings(settings, "transitions", RowSpec((Column("value", "uint8", (100,)),)))
+
+
+def test_where_no_ratio_holds_a_row_may_be_drawn_once():
+    assert (
+        settings_of("learner.updates=learner_bound", "replay.tables.transitions.max_times_sampled=1").follows is False
+    )
+    other = settings_of("replay.tables={transitions: {}, other: {max_times_sampled: 1, sampler: fifo}}").replay.tables[
+        "other"
+    ]
+    assert other.max_times_sampled == 1
+
+
+def test_the_band_of_a_table_that_is_not_the_learners_is_accepted_from_the_smallest_on():
+    settings = settings_of(
+        "replay.tables={transitions: {}, other: {limiter: {window_rows: 384, samples_per_insert: 2}}}"
+    )
+    assert limiter_settings(settings, "other").window_rows == 384
+
+
+def test_rows_that_are_too_few_for_the_bytes_make_more_draws_of_each_necessary():
+    spec = RowSpec((Column("value", "uint8", (100,)),))
+    table = "replay.tables.transitions"
+    few = settings_of(f"{table}.capacity_bytes=1000000", f"{table}.max_times_sampled=257")
+    with pytest.raises(
+        RowSpecError, match=r"9615 rows .* is 257: expected at least 258, .* raise replay\.tables\..*bytes"
+    ):
+        memory_settings(few, "transitions", spec)
+    enough = settings_of(f"{table}.capacity_bytes=1000000", f"{table}.max_times_sampled=258")
+    assert memory_settings(enough, "transitions", spec).capacity_rows == 9615
 
 
 def test_a_password_is_in_no_dump_and_no_text():
@@ -254,6 +345,11 @@ def test_one_address_for_two_shards_is_refused_where_it_is_used():
         (["replay.tables.transitions.queue=true", "replay.tables.transitions.sampler=recent"], "never sampled"),
         (["replay.tables.transitions.kind=unrolls"], "expected 'transitions', what sac learns from"),
         (["replay.tables.transitions.sampler=prioritised", "replay.read=follow"], "expected 'sample' or 'auto'"),
+        (["replay.tables.transitions.sampler=recent", "replay.read=follow"], "has sampler 'recent': expected"),
+        (
+            ["replay.tables.transitions.max_times_sampled=4", "replay.read=follow"],
+            "bounds the draws of a row (max_times_sampled is 4): expected 'sample' or 'auto'",
+        ),
         (
             ["replay.tables.transitions.queue=true", "learner.updates=learner_bound", "replay.read=sample"],
             "expected 'follow' or 'auto'",
@@ -273,7 +369,7 @@ def test_settings_of_replay_that_contradict_each_other_are_refused(settings, sai
         (["replay.read=sample"], False),
         (["replay.tables.transitions.sampler=prioritised"], False),
         (["replay.tables.transitions.sampler=recent"], False),
-        (["replay.tables.transitions.max_times_sampled=3"], False),
+        (["replay.tables.transitions.max_times_sampled=300"], False),
         (["replay.tables.transitions.queue=true", "learner.updates=learner_bound"], True),
     ],
 )

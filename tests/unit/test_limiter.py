@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 import threading
+from contextlib import suppress
 
+import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import settings as settings_of_examples
 from hypothesis import strategies as st
 
+from paceline.config import Config, build
 from paceline.errors import ConfigError, InvalidInputError, LimiterTimeoutError, PacelineError, UnavailableError
+from paceline.replay.settings import limiter_settings
 from paceline.tables.limiter import Limiter, LimiterSettings
+from paceline.tables.memory import MemorySettings, TableMemory
 
 SECONDS = 30
 
@@ -54,7 +60,7 @@ def test_the_ratio_stays_within_the_window_and_one_side_can_always_go_on(ratio, 
     for insert in turns:
         after_insert = (inserted + block - min_rows) * ratio - sampled
         after_sample = (inserted - min_rows) * ratio - sampled - batch
-        may_insert = after_insert <= window / 2
+        may_insert = inserted < min_rows or after_insert <= window / 2
         may_sample = inserted >= min_rows and after_sample >= -window / 2
         assert may_insert or may_sample
         if insert:
@@ -283,3 +289,148 @@ def test_rows_that_a_follower_sampled_count_once_and_never_less():
     assert try_insert(limiter, 1)
     limiter.raise_sampled(2)
     assert limiter.sampled == 4
+
+
+@pytest.mark.parametrize(("block", "min_rows"), [(32, 1), (32, 33), (10, 15), (1, 1000)])
+def test_rows_needed_before_the_first_sample_are_never_held_back(block, min_rows):
+    # The narrowest window: half of it is less than a block.
+    limiter = Limiter("t", settings(min_rows=min_rows, samples_per_insert=256.0, window_rows=block * 256 + 1))
+    while limiter.inserted < min_rows:
+        assert try_insert(limiter, block)
+    assert limiter.grant_samples(1, 1, never, wait=False) == 1
+
+
+def bounded_config(max_times_sampled: int, sampler: str, shape: dict) -> Config:
+    """A learner's table with a ratio and the narrowest window, whose rows are drawn at most so often."""
+    batch, block, ratio = shape["batch"], shape["block"], shape["ratio"]
+    table = {
+        "capacity_rows": shape["capacity"],
+        "sampler": sampler,
+        "max_times_sampled": max_times_sampled,
+        "limiter": {
+            "min_rows": shape["min_rows"],
+            "samples_per_insert": ratio,
+            "window_rows": batch + math.ceil(block * ratio),
+        },
+    }
+    return build(
+        {
+            "learner": {"updates": "learner_bound", "batch_size": batch, "prefetch_batches": shape["prefetch"]},
+            "collector": {"block_rows": block},
+            "replay": {"tables": {"transitions": table}},
+        }
+    )
+
+
+def smallest_accepted(sampler: str, shape: dict) -> int:
+    """The smallest `max_times_sampled` that the configuration takes."""
+    for bound in range(1, 1000):
+        with suppress(ConfigError):
+            bounded_config(bound, sampler, shape)
+            return bound
+    raise AssertionError(shape)
+
+
+class Traffic:
+    """Collectors and a learner at one table, each as hasty or slow as chance has it, with batches in flight."""
+
+    def __init__(self, max_times_sampled: int, sampler: str, shape: dict, seed: int) -> None:
+        limits = limiter_settings(bounded_config(10**6, sampler, shape), "transitions")
+        kept = MemorySettings(shape["capacity"], sampler=sampler, max_times_sampled=max_times_sampled)
+        self._memory = TableMemory(kept, 1)
+        self.limiter = Limiter("transitions", limits, drawable=self._memory.drawable)
+        self._batch, self._block, self._prefetch = shape["batch"], shape["block"], shape["prefetch"]
+        self._random = np.random.default_rng(seed)
+        self._granted = 0
+
+    def is_stuck_within(self, turns: int) -> bool:
+        """Whether a state comes in which neither a block may be inserted nor a batch be drawn."""
+        random, inserts, draws = self._random, 0.5, 0.5
+        for _ in range(turns):
+            if random.random() < 0.05:  # who is the faster one changes
+                inserts, draws = random.choice([0.05, 0.5, 0.95]), random.choice([0.02, 0.5, 1.0])
+            if random.random() < inserts:
+                moved = self._insert(self._block if random.random() < 0.5 else int(random.integers(self._block)) + 1)
+            elif random.random() < draws:
+                moved = self._draw()
+            else:
+                moved = self._grant(self._prefetch - self._granted // self._batch)
+            if not moved:
+                while self._draw():
+                    pass
+                granted = not self._granted and self._grant(1)
+                if not granted and not self._insert(self._block):
+                    return True
+        return False
+
+    def _insert(self, row_count: int) -> bool:
+        try:
+            self.limiter.reserve_insert(row_count, refuse)
+        except UnavailableError:
+            return False
+        self._memory.append(self._memory.end_row, np.zeros((row_count, 1), np.uint8), stored_at=0.0)
+        self.limiter.settle_insert(row_count, row_count)
+        return True
+
+    def _grant(self, batch_count: int) -> bool:
+        granted = self.limiter.grant_samples(self._batch, batch_count, never, wait=False) if batch_count else 0
+        self._granted += granted * self._batch
+        return granted > 0
+
+    def _draw(self) -> bool:
+        """Draw all that was granted, as one message of replay does."""
+        try:
+            self._memory.sample(self._random, np.empty((self._granted, 1), np.uint8))
+        except UnavailableError:
+            return False
+        self.limiter.settle_samples(self._granted, self._granted)
+        drawn, self._granted = self._granted, 0
+        return drawn > 0
+
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "ratio": st.sampled_from([0.5, 1.0, 2.5, 4.0, 7.3]),
+        "batch": st.integers(1, 32),
+        "block": st.integers(1, 8),
+        "capacity": st.integers(10, 60),
+        "min_rows": st.integers(1, 10),
+        "prefetch": st.integers(1, 3),
+    }
+)
+
+
+@given(shape=SHAPES, sampler=st.sampled_from(["uniform", "fifo", "lifo"]), seed=st.integers(0, 2**32 - 1))
+def test_with_the_smallest_bound_on_draws_that_is_accepted_both_sides_go_on(shape, sampler, seed):
+    traffic = Traffic(smallest_accepted(sampler, shape), sampler, shape, seed)
+    assert not traffic.is_stuck_within(200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["uniform", "fifo", "lifo"])
+@settings_of_examples(max_examples=30, deadline=None)
+@given(shape=SHAPES, seed=st.integers(0, 2**32 - 1))
+def test_with_the_smallest_bound_on_draws_that_is_accepted_both_sides_go_on_for_long(shape, sampler, seed):
+    traffic = Traffic(smallest_accepted(sampler, shape), sampler, shape, seed)
+    assert not traffic.is_stuck_within(3000)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "smallest", "shape"),
+    [
+        # Too few draws for the ratio.
+        ("uniform", 3, {"ratio": 2.5, "batch": 8, "block": 4, "capacity": 1000, "min_rows": 10, "prefetch": 1}),
+        ("fifo", 3, {"ratio": 2.5, "batch": 8, "block": 4, "capacity": 1000, "min_rows": 10, "prefetch": 1}),
+        ("lifo", 3, {"ratio": 2.5, "batch": 8, "block": 4, "capacity": 1000, "min_rows": 10, "prefetch": 1}),
+        # As many as the ratio asks for, and some are lost with rows that leave.
+        ("uniform", 2, {"ratio": 1.0, "batch": 4, "block": 1, "capacity": 20, "min_rows": 10, "prefetch": 1}),
+        ("lifo", 5, {"ratio": 4.0, "batch": 8, "block": 4, "capacity": 40, "min_rows": 10, "prefetch": 1}),
+        ("lifo", 5, {"ratio": 4.0, "batch": 1, "block": 1, "capacity": 10, "min_rows": 1, "prefetch": 1}),
+        # No draw is lost, and what is there when inserts are held back first is less than a batch.
+        ("fifo", 2, {"ratio": 1.0, "batch": 32, "block": 1, "capacity": 1000, "min_rows": 1, "prefetch": 1}),
+    ],
+)
+def test_with_one_draw_less_both_sides_come_to_wait_for_each_other(sampler, smallest, shape):
+    assert smallest_accepted(sampler, shape) == smallest
+    assert Traffic(smallest - 1, sampler, shape, seed=1).is_stuck_within(20_000)
+    assert not Traffic(smallest, sampler, shape, seed=1).is_stuck_within(2000)

@@ -196,9 +196,10 @@ class TableConfig(Model):
     unroll_length: PositiveInt = 20
     """Steps in a row of kind unrolls."""
     capacity_rows: PositiveInt = 1_000_000
-    """Rows that the table may hold; the remover makes room for a block that would exceed it."""
+    """Rows that the table may hold on each shard; the remover makes room for a block that would exceed it."""
     capacity_bytes: PositiveInt | None = None
-    """Bytes of rows that the table may hold; the smaller of both bounds holds. None: only rows are counted."""
+    """Bytes of rows that the table may hold on each shard; the smaller of both bounds holds. None: only rows are
+    counted."""
     sampler: Literal["uniform", "prioritised", "fifo", "lifo", "recent"] = "uniform"
     """Which rows are drawn: all alike, by priority, the oldest first, the newest first, or by policy version."""
     prioritised: PrioritisedConfig = PrioritisedConfig()
@@ -207,7 +208,7 @@ class TableConfig(Model):
     """Which rows leave a full table: the oldest block, or the rows of lowest priority (at the latest when twice as
     many rows as the table may hold have come after them)."""
     max_times_sampled: PositiveInt | None = None
-    """A row is drawn at most so often. None: no bound; `fifo` and `lifo` need one."""
+    """A row is drawn at most so often: more often than a ratio asks for. None: no bound; `fifo` and `lifo` need one."""
     queue: bool = False
     """The table is a queue: followed oldest first, each row delivered once and removed when it was consumed."""
     overflow: Literal["block", "drop_oldest"] = "block"
@@ -510,9 +511,14 @@ class Config(Model):
                 f"{learner.algorithm.name} learns from"
             )
         if self.replay.read == "follow" and not self._may_follow():
+            why = (
+                f"has sampler {table.sampler!r}"
+                if table.sampler != "uniform"
+                else f"bounds the draws of a row (max_times_sampled is {table.max_times_sampled})"
+            )
             raise ValueError(
-                f"replay.read is 'follow' and table {learner.table!r} is neither uniform nor a queue: expected "
-                "'sample' or 'auto'; who follows draws all rows alike"
+                f"replay.read is 'follow' and table {learner.table!r} {why}: expected 'sample' or 'auto'; who follows "
+                "draws all rows alike, any number of times"
             )
         if self.replay.read == "sample" and table.queue:
             raise ValueError(
@@ -544,13 +550,10 @@ class Config(Model):
                 f"replay.tables.{learner.table}.limiter.min_rows is {table.limiter.min_rows}: expected at most "
                 f"capacity_rows, {table.capacity_rows}, or sampling never begins"
             )
-        ratio, window = self.samples_per_insert(), table.limiter.window_rows
-        if ratio is not None and window is not None and window < self._smallest_window(ratio):
-            raise ValueError(
-                f"replay.tables.{learner.table}.limiter.window_rows is {window}: expected at least "
-                f"{self._smallest_window(ratio)}, one batch of {learner.batch_size} and one block of "
-                f"{self.collector.block_rows} rows sampled {ratio:g} times each, or both sides wait for each other"
-            )
+        for name in tables:
+            self._check_window(name)
+            if (stuck := self.why_stuck(name)) is not None:
+                raise ValueError(stuck)
         if table.limiter.min_rows > self.run.environment_steps:
             raise ValueError(
                 f"run.environment_steps is {self.run.environment_steps}: expected at least limiter.min_rows, "
@@ -581,12 +584,13 @@ class Config(Model):
         table = self.replay.tables[self.learner.table]
         return table.queue or (table.sampler == "uniform" and table.max_times_sampled is None)
 
-    def samples_per_insert(self) -> float | None:
-        """Rows sampled for each row inserted into the learner's table; None where the ratio runs free."""
-        table = self.replay.tables[self.learner.table]
+    def samples_per_insert(self, name: str | None = None) -> float | None:
+        """Rows sampled for each row inserted into table `name`, None: the learner's; None where the ratio runs free."""
+        name = self.learner.table if name is None else name
+        table = self.replay.tables[name]
         if table.queue:
             return None
-        if self.learner.updates == "learner_bound":
+        if name != self.learner.table or self.learner.updates == "learner_bound":
             return table.limiter.samples_per_insert
         return self.learner.updates_per_step * self.learner.batch_size
 
@@ -597,9 +601,96 @@ class Config(Model):
             return None
         return self.replay.tables[self.learner.table].limiter.window_rows or 2 * self._smallest_window(ratio)
 
+    def why_stuck(self, name: str, capacity_rows: int | None = None) -> str | None:
+        """Why collectors and learner would come to wait for each other at table `name` for ever; None: they never do.
+
+        Says the smallest value that works. The width of the band is checked apart.
+
+        Args:
+            capacity_rows: rows that each shard holds; None: what the table's `capacity_rows` says.
+        """
+        table, ratio = self.replay.tables[name], self.samples_per_insert(name)
+        capacity = table.capacity_rows if capacity_rows is None else capacity_rows
+        if name == self.learner.table and table.queue:
+            return self._why_queue_stuck(name, capacity)
+        if table.max_times_sampled is None:
+            return None
+        if ratio is None:
+            return self._why_starved(name, table.max_times_sampled, capacity)
+        smallest = self._smallest_max_times_sampled(name, ratio, capacity)
+        if table.max_times_sampled >= smallest:
+            return None
+        key = f"replay.tables.{name}.limiter.samples_per_insert"
+        if name == self.learner.table and self.learner.updates == "strict":
+            key = "learner.updates_per_step"
+        return (
+            f"replay.tables.{name}.max_times_sampled is {table.max_times_sampled}: expected at least {smallest}, since "
+            f"the limiter has each row sampled {ratio:g} times on average and some leave before they were, or both "
+            f"sides wait for each other; raise it, or lower {key}"
+        )
+
+    def _why_queue_stuck(self, name: str, capacity_rows: int) -> str | None:
+        # While fewer rows wait than a batch has, one less at most, there must be room for a whole block. The rows of
+        # the batch before are consumed by then, and a queue that drops rows never waits.
+        batch, block = self.learner.batch_size, self.collector.block_rows
+        smallest = batch + block - 1
+        if self.replay.tables[name].overflow != "block" or capacity_rows >= smallest:
+            return None
+        return (
+            f"replay.tables.{name}.capacity_rows is {capacity_rows}: expected at least {smallest}, so that a queue in "
+            f"which all but one row of a batch of {batch} wait has room for a block of {block} rows, or both sides "
+            "wait for each other; raise it, or lower learner.batch_size"
+        )
+
+    def _why_starved(self, name: str, max_times_sampled: int, capacity_rows: int) -> str | None:
+        # Whole blocks leave a full table.
+        held = capacity_rows - min(self.collector.block_rows, capacity_rows) + 1
+        smallest = math.ceil(self.learner.batch_size / self.replay.shards / held)
+        if name != self.learner.table or max_times_sampled >= smallest:
+            return None
+        return (
+            f"replay.tables.{name}.max_times_sampled is {max_times_sampled}: expected at least {smallest}, or the "
+            f"{held} rows that a full table has at least are no batch of {self.learner.batch_size}, and none is ever "
+            f"drawn; raise it, or raise replay.tables.{name}.capacity_rows"
+        )
+
+    def _check_window(self, name: str) -> None:
+        ratio, window = self.samples_per_insert(name), self.replay.tables[name].limiter.window_rows
+        if ratio is not None and window is not None and window < self._smallest_window(ratio):
+            raise ValueError(
+                f"replay.tables.{name}.limiter.window_rows is {window}: expected at least "
+                f"{self._smallest_window(ratio)}, one batch of {self.learner.batch_size} and one block of "
+                f"{self.collector.block_rows} rows sampled {ratio:g} times each, or both sides wait for each other"
+            )
+
     def _smallest_window(self, samples_per_insert: float) -> int:
         # Below this there is a state in which the next block and the next batch both overstep the band.
         return self.learner.batch_size + math.ceil(self.collector.block_rows * samples_per_insert)
+
+    def _smallest_max_times_sampled(self, name: str, ratio: float, capacity_rows: int) -> int:
+        """Draws of a row with which a batch can always be had when the band holds inserts back, whatever is drawn."""
+        if name != self.learner.table:
+            # What batches others ask for is not known: with fewer draws than this it would be stuck with any.
+            return math.ceil(ratio)
+        limiter, shards = self.replay.tables[name].limiter, self.replay.shards
+        batch, min_rows = math.ceil(self.learner.batch_size / shards), math.ceil(limiter.min_rows / shards)
+        block = min(self.collector.block_rows, capacity_rows)
+        half_window = (limiter.window_rows or 2 * self._smallest_window(ratio)) / 2
+
+        # Until the table is full no draw is lost. Inserts are held back when more than `edge` rows are there and none
+        # was sampled; for every row more, `ratio` were.
+        edge = min_rows - block + half_window / ratio
+        first_held_back = max(min_rows, math.floor(edge) + 1)
+        at_first = (batch + math.ceil((first_held_back - edge) * ratio) - 1) / first_held_back
+
+        # A full table holds `held` rows at least, since whole blocks leave. After the oldest of them came, rows were
+        # sampled `ratio` times for each that came, and besides: for the rest of the oldest block, for what the band let
+        # pass beyond its edge before the first sample, and in batches that had been granted before. At worst all were
+        # draws of these rows, and a batch is still wanted.
+        held = capacity_rows - block + 1
+        besides = ratio * (block - 1) + max(0.0, min_rows - edge) * ratio + batch * self.learner.prefetch_batches
+        when_full = ratio + (batch + besides) / held
+        return math.ceil(max(at_first, when_full))
 
 
 def redact_url(text: str) -> str:

@@ -40,7 +40,11 @@ def limiter_settings(config: Config, name: str) -> LimiterSettings:
         window_rows=window,
         deadline_seconds=limiter.deadline_seconds,
     )
-    settings.require_room(batch_rows=config.learner.batch_size, block_rows=config.collector.block_rows)
+    settings.require_room(
+        batch_rows=config.learner.batch_size,
+        block_rows=config.collector.block_rows,
+        setting=f"replay.tables.{name}.limiter.window_rows",
+    )
     return settings
 
 
@@ -59,7 +63,8 @@ def memory_settings(config: Config, name: str, spec: RowSpec) -> MemorySettings:
     """How table `name` keeps and draws rows of `spec`.
 
     Raises:
-        RowSpecError: not even one block fits, or the rows lack what the sampler weighs them by.
+        RowSpecError: not even one block fits, so few rows fit that learner and collectors would wait for each other,
+            or the rows lack what the sampler weighs them by.
     """
     table, block_rows = config.replay.tables[name], 1
     if name == config.learner.table:
@@ -71,6 +76,11 @@ def memory_settings(config: Config, name: str, spec: RowSpec) -> MemorySettings:
             f"room for a block of {block_rows} rows, {block_rows * spec.row_bytes} bytes; raise "
             f"replay.tables.{name}.capacity_bytes or lower collector.block_rows"
         )
+    if fit < table.capacity_rows and (why := config.why_stuck(name, fit)) is not None:
+        raise RowSpecError(
+            f"table {name!r} may hold {table.capacity_bytes} bytes, {fit} rows of {spec.row_bytes} bytes; with so "
+            f"many rows {why}; or raise replay.tables.{name}.capacity_bytes"
+        )
     settings = MemorySettings(
         capacity_rows=fit,
         sampler=table.sampler,
@@ -79,6 +89,7 @@ def memory_settings(config: Config, name: str, spec: RowSpec) -> MemorySettings:
         half_life_versions=table.recent.half_life_versions,
         remover=table.remover,
         max_times_sampled=table.max_times_sampled,
+        capacity_setting="capacity_rows" if fit == table.capacity_rows else "the rows that fit in capacity_bytes",
     )
     if name == config.learner.table and not table.queue:
         settings = settings.bounded(config.lag.max_lag_versions)
@@ -115,5 +126,5 @@ def settings_json(table: TableConfig, limiter: LimiterSettings, memory: MemorySe
         "overflow": table.overflow,
         "kind": table.kind,
     }
-    del settings["bound_setting"]
+    del settings["bound_setting"], settings["capacity_setting"]
     return json.dumps(settings, sort_keys=True)

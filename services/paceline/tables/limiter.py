@@ -2,6 +2,7 @@
 
 Let deviation = (inserted - min_rows) * samples_per_insert - sampled, in sampled rows. It is kept within half a window
 to either side of 0: inserts wait at the upper edge, samples at the lower one, and samples wait for `min_rows` first.
+Until these are there no insert waits: the block that brings the last of them may go beyond the upper edge.
 When the table has all the rows it will ever get, samples run free: no insert could release them any more.
 
 Two more bounds may hold a side back: inserts wait for room (a queue that is full), samples for rows that may still be
@@ -45,15 +46,18 @@ class LimiterSettings:
                 "expected both, or neither where the ratio runs free"
             )
 
-    def require_room(self, *, batch_rows: int, block_rows: int) -> None:
-        """Raise ConfigError, with the smallest valid window, if some state would hold both sides back for ever."""
+    def require_room(self, *, batch_rows: int, block_rows: int, setting: str = "limiter.window_rows") -> None:
+        """Raise ConfigError, with the smallest valid window, if some state would hold both sides back for ever.
+
+        `setting` is what the message calls the window.
+        """
         if self.samples_per_insert is None or self.window_rows is None:
             return
         # Both wait where w/2 - block * ratio < deviation < batch - w/2: impossible from this width on.
         smallest = batch_rows + math.ceil(block_rows * self.samples_per_insert)
         if self.window_rows < smallest:
             raise ConfigError(
-                f"limiter window_rows is {self.window_rows:g}: expected at least {smallest}, one batch of "
+                f"{setting} is {self.window_rows:g}: expected at least {smallest}, one batch of "
                 f"{batch_rows} rows and one block of {block_rows} rows sampled {self.samples_per_insert:g} times each, "
                 "or both sides wait for each other"
             )
@@ -192,8 +196,10 @@ class Limiter:
         ratio, window = self.settings.samples_per_insert, self.settings.window_rows
         if ratio is None or window is None:
             return 0
-        inserted = self._inserted + self._reserved + row_count
-        return (inserted - self.settings.min_rows) * ratio - self._sampled - window / 2
+        before = self._inserted + self._reserved
+        if before < self.settings.min_rows:
+            return 0  # no sample could come before this block
+        return (before + row_count - self.settings.min_rows) * ratio - self._sampled - window / 2
 
     def _free_batches(self, batch_size: int) -> float:
         return min(self._batches_of_ratio(batch_size), self._batches_of_draws(batch_size))

@@ -39,6 +39,8 @@ class MemorySettings:
     max_times_sampled: int | None = None
     bound_setting: str = "recent.max_lag_versions"
     """Where `max_lag_versions` comes from, for messages."""
+    capacity_setting: str = "capacity_rows"
+    """Where `capacity_rows` comes from, for messages."""
 
     def bounded(self, max_lag_versions: int | None) -> MemorySettings:
         """The same, with no row drawn that is further behind: what is drawn uniformly is drawn so among the others.
@@ -150,7 +152,8 @@ class TableMemory:
         """Raise BlockError if a block of `row_count` rows is larger than the table."""
         if row_count > self.settings.capacity_rows:
             raise BlockError(
-                f"a block of {row_count} rows: expected at most capacity_rows, {self.settings.capacity_rows}"
+                f"a block of {row_count} rows: expected at most {self.settings.capacity_setting}, "
+                f"{self.settings.capacity_rows}"
             )
 
     def first_row_after(self, row_count: int) -> int:
