@@ -182,7 +182,7 @@ def _replay() -> list[Metric]:
                   bad="a p99 above 0.1: collectors wait", do="give Redis a faster disk, or appendfsync everysec"),
         gauge("redis_available", "flag",
               "1 while Redis answers, even if it is full or refuses writes: then blocks are refused as store_full or "
-              "store_read_only. 0 until replay serves.",
+              "store_read_only. 0 until it answered first.",
               bad="0, appends wait for it", do="see whether Redis is up, reachable, and has loaded its data"),
         gauge("open_streams", "streams", "Streams open now.", Label("rpc", ("Append", "Sample", "Follow")),
               bad="at replay.max_streams: further ones are refused", do="raise replay.max_streams"),

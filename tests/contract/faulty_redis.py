@@ -18,6 +18,8 @@ class FaultyRedis:
         self.fault: str | None = None
         self.only: bytes | None = None
         """Where set, only commands of this name meet the fault, or are held."""
+        self.spared = 0
+        """So many commands that would meet the fault next do not."""
         self.pass_first: int | None = None
         """Where set, so many commands named `only` are answered, and those after them when `released` is set."""
         self.released = threading.Event()
@@ -63,7 +65,7 @@ class FaultyRedis:
         with client.makefile("rb") as commands, upstream.makefile("rb") as replies:
             try:
                 while command := _read_value(commands):
-                    if self.fault is not None and (self.only is None or self.only in command[:32]):
+                    if self._meets_fault(command):
                         self.attempts += b"\r\nCLIENT\r\n" not in command
                         client.sendall(f"-{self.fault}\r\n".encode())
                         continue
@@ -79,6 +81,13 @@ class FaultyRedis:
                 pass  # either side has closed
         client.close()
         upstream.close()
+
+    def _meets_fault(self, command: bytes) -> bool:
+        meets = self.fault is not None and (self.only is None or self.only in command[:32])
+        if meets and self.spared > 0:
+            self.spared -= 1
+            return False
+        return meets
 
     def _hold(self, command: bytes) -> None:
         if self.pass_first is not None and self.only is not None and self.only in command[:32]:

@@ -20,12 +20,13 @@ from contract.faulty_redis import FaultyRedis
 from integration.waiting import wait_until
 from paceline.errors import (
     ConfigError,
+    ConflictError,
     PacelineError,
     StoreFullError,
     StoreReadOnlyError,
     UnavailableError,
 )
-from paceline.replay.scripts import COMMIT, SAVE
+from paceline.replay.scripts import CLAIM, COMMIT, SAVE
 from paceline.replay.store import RedisStore
 from paceline.rpc.status import RETRYABLE, code_of
 from redis_servers import SERVERS, start_redis
@@ -277,14 +278,94 @@ def test_a_url_that_is_none_is_refused(url):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("redis://127.0.0.1:6379/0?no_such_thing=1", "no_such_thing"),
-        ("rediss://127.0.0.1:6379/0?ssl_cert_reqs=perhaps", "perhaps"),
+        ("redis://127.0.0.1:6379/0?no_such_thing=1", "has an option no_such_thing, and known ones are db, ssl_ca"),
+        ("redis://127.0.0.1:6379/0?decode_responses=true", "has an option decode_responses"),
+        ("redis://127.0.0.1:6379/0?decode_responses=", "has an option decode_responses"),
+        ("rediss://127.0.0.1:6379/0?ssl_cert_reqs=none", "has an option ssl_cert_reqs"),
+        ("redis://127.0.0.1:6379/0?ssl_ca_certs=/etc/ca.pem", "ssl_ca_certs is for TLS, which rediss:// speaks"),
         ("rediss://127.0.0.1:6379/0?ssl_ca_certs=/no/such/file.pem", "ssl_ca_certs is /no/such/file.pem"),
+        ("redis://127.0.0.1:6379/abc", r"its path is /abc, .*expected redis://host:port/number"),
+        ("redis://127.0.0.1:6379/1/2", r"its path is /1/2"),
+        ("redis://127.0.0.1:6379/0?db=abc", "'db'"),
+        ("redis://[127.0.0.1/0", "expected redis://host:port/number"),
     ],
 )
-def test_an_argument_of_the_url_that_is_none_is_refused_at_once(url, message):
+def test_a_part_of_the_url_that_means_nothing_is_refused_at_once(url, message):
     with pytest.raises(ConfigError, match=message):
         RedisStore(url, "run", deadline_seconds=1)
+
+
+@pytest.mark.parametrize("password", ["half/hidden", "half?hidden", "half?hidden=1&x"])
+def test_a_password_that_is_not_encoded_is_refused_and_never_shown(password):
+    with pytest.raises(ConfigError, match="percent-encoded") as caught:
+        RedisStore(f"redis://:{password}@127.0.0.1:6379/0", "run", deadline_seconds=1)
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://127.0.0.1:6379", "redis://127.0.0.1:6379/", "redis://a%40b:c%2Fd@127.0.0.1/7"]
+)
+def test_a_url_may_leave_the_database_out(url):
+    RedisStore(url, "run", deadline_seconds=1).close()
+
+
+@contextlib.contextmanager
+def full(server):
+    with redis.Redis.from_url(server.url) as client:
+        client.config_set("maxmemory", 1)
+        try:
+            yield client
+        finally:
+            client.config_set("maxmemory", 0)
+
+
+def test_a_run_is_taken_over_on_a_full_redis(server):
+    first, second = (RedisStore(server.url, "taken-over", deadline_seconds=5) for _ in range(2))
+    assert not first.claim(resume=False)
+    with full(server):
+        with pytest.raises(ConflictError, match="go on with it by --resume"):
+            second.claim(resume=False)
+        assert second.command("GET", second.key("owner")) == first.token
+        assert second.claim(resume=True)
+        assert second.command("GET", second.key("owner")) == second.token
+        with pytest.raises(StoreFullError):
+            second.command("SET", second.key("other"), "value")
+    second.command("HSET", second.key("meta"), "format", "0")
+    with pytest.raises(ConflictError, match="has format 0: expected 2"):
+        first.claim(resume=True)
+    assert second.command("GET", second.key("owner")) == second.token
+    first.close()
+    second.close()
+
+
+def test_a_claim_whose_answer_was_lost_can_be_repeated(server, faulty, open_store):
+    open_store(server.url).claim(resume=False)  # Redis knows the script
+    store = open_store(faulty.url)
+    faulty.lose_replies_to = CLAIM.sha
+    with pytest.raises(UnavailableError):
+        store.claim(resume=False)
+    resume_after_pause(store)
+    assert not store.claim(resume=False)
+    assert store.command("GET", store.key("owner")) == store.token
+
+
+def test_a_server_older_than_redis_7_is_claimed_by_commands(server, faulty):
+    faulty.fault = "ERR Error compiling script (new function): user_script:1: unexpected symbol near '#' "
+    faulty.only = b"EVAL"
+    first, second = (RedisStore(faulty.url, "older", deadline_seconds=5) for _ in range(2))
+    assert not first.claim(resume=True)
+    with pytest.raises(ConflictError, match="go on with it by --resume"):
+        second.claim(resume=False)
+    assert second.command("GET", second.key("owner")) == first.token
+    assert second.claim(resume=True)
+    assert second.command("GET", second.key("owner")) == second.token
+    with full(server), pytest.raises(StoreFullError):
+        first.claim(resume=True)
+    second.command("HSET", second.key("meta"), "format", "0")
+    with pytest.raises(ConflictError, match="has format 0: expected 2"):
+        first.claim(resume=True)
+    first.close()
+    second.close()
 
 
 def set_policy(server, policy: str) -> None:
@@ -347,6 +428,20 @@ def test_the_start_says_what_the_settings_mean_for_loss(server, open_store, sett
     expected = {**before, **settings}
     assert (event["appendonly"], event["appendfsync"]) == (expected["appendonly"] == "yes", expected["appendfsync"])
     assert (event["save"], event["maxmemory_policy"]) == (expected["save"], "noeviction")
+
+
+def test_another_check_says_only_what_has_changed(server, open_store):
+    store = open_store(server.url)
+    check(store)
+    with structlog.testing.capture_logs() as events:
+        store.check()
+    assert not events
+    with redis.Redis.from_url(server.url) as client:
+        client.config_set("maxmemory", 1 << 30)
+        try:
+            assert check(store)["maxmemory_bytes"] == 1 << 30
+        finally:
+            client.config_set("maxmemory", 0)
 
 
 def test_a_server_that_loads_is_said_to_load(faulty, open_store):

@@ -115,6 +115,14 @@ def test_a_database_number_keeps_its_rows_apart(start):
         assert client.info("keyspace").keys() == {"db3", "db5"}
 
 
+def test_a_database_that_is_not_there_is_named(start):
+    port = free_port()
+    server = start(port=str(port), databases="4")
+    for url in (f"redis://127.0.0.1:{port}/4", f"{server.url}?db=4"):
+        with pytest.raises(ConfigError, match=r"has no database 4: .*expected a number below its setting databases"):
+            Record(url, resume=False)
+
+
 @pytest.mark.parametrize("password", ["right", "a@b:c/d?e#f%20 g"])
 def test_a_password(start, password):
     port = free_port()
@@ -298,8 +306,46 @@ def test_tls_with_a_certificate_of_ones_own(start_with_tls):
     server, port, files = start_with_tls(**{"tls-auth-clients": "yes"})
     url = f"rediss://localhost:{port}/0?ssl_ca_certs={files['ca']}"
     append_restart_and_read_back(server, f"{url}&ssl_certfile={files['certificate']}&ssl_keyfile={files['key']}")
-    with pytest.raises(PacelineError, match=r"TLS|reached"):
+    # What the server says of it may be lost as it cuts the connection.
+    with pytest.raises(PacelineError, match=r"a certificate of ours .*ssl_certfile= and ssl_keyfile="):
         Record(url, resume=True)
+
+
+def test_an_older_tls_with_no_certificate_of_ones_own(start_with_tls):
+    _, port, files = start_with_tls(**{"tls-auth-clients": "yes", "tls-protocols": "TLSv1.2"})
+    with pytest.raises(ConfigError, match=r"cannot agree on TLS.*a certificate of ours by ssl_certfile="):
+        Record(f"rediss://localhost:{port}/0?ssl_ca_certs={files['ca']}", resume=False)
+
+
+def test_tls_and_no_tls_taken_for_each_other_is_said_as_possible_and_tried_again(start_with_tls):
+    plain = free_port()
+    _, port, files = start_with_tls(port=str(plain), **{"tls-auth-clients": "no"})
+    messages = {
+        f"redis://localhost:{port}/0": r"reset by peer.*is it running\? If it is, it may speak TLS: then use rediss://",
+        f"rediss://localhost:{plain}/0?ssl_ca_certs={files['ca']}": r"within 1 s; if it does not speak TLS, use redis://",
+    }
+    for url, message in messages.items():
+        store = RedisStore(url, "variants", deadline_seconds=1)
+        with pytest.raises(UnavailableError, match=message):
+            store.check()
+        store.close()
+
+
+def test_files_of_tls_that_no_connection_could_use_are_refused_at_once(start_with_tls):
+    _, port, files = start_with_tls(**{"tls-auth-clients": "yes"})
+    url = f"rediss://localhost:{port}/0?ssl_ca_certs"
+    refused = {
+        f"={files['ca']}&ssl_certfile={files['certificate']}": r"ssl_keyfile is not set: .*expected a certificate and",
+        f"={files['ca']}&ssl_keyfile={files['key']}": "ssl_certfile is not set: expected both",
+        f"={files['ca']}&ssl_certfile={files['ca']}&ssl_keyfile={files['key']}": "expected a certificate and its key",
+        f"={files['key']}": r"ssl_ca_certs is .*key.pem: .*expected certificates in PEM form",
+    }
+    for rest, message in refused.items():
+        with pytest.raises(ConfigError, match=message):
+            RedisStore(url + rest, "variants", deadline_seconds=1)
+    both = files["key"].with_name("both.pem")
+    both.write_text(files["certificate"].read_text() + files["key"].read_text())
+    Record(f"{url}={files['ca']}&ssl_certfile={both}", resume=False).close()
 
 
 def test_a_server_that_cannot_prove_who_it_is_is_refused(start_with_tls, tmp_path):
@@ -372,6 +418,19 @@ def test_a_primary_that_becomes_a_replica_is_left_for_the_new_one(pair):
     with redis.Redis.from_url(pair.replica.url) as client:
         assert client.xlen("paceline:{variants}:table:transitions:blocks") == 10
     record.close()
+
+
+def test_a_replica_is_told_from_a_primary_at_the_start_and_names_it(pair):
+    pair.proxy.upstream = path_of(pair.replica)
+    store = RedisStore(pair.proxy.url, "variants", deadline_seconds=10)
+    with pytest.raises(
+        UnavailableError, match=rf"read-only replica of 127.0.0.1:{pair.ports[0]}: expected the primary"
+    ):
+        store.check()
+    pair.proxy.upstream = path_of(pair.primary)
+    store.check()  # over a new connection, whose name was resolved again
+    assert not store.claim(resume=False)
+    store.close()
 
 
 def test_a_primary_that_dies_is_left_for_its_replica(pair):

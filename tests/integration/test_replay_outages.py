@@ -24,6 +24,7 @@ from integration.replay_harness import (
     together,
     values_in_redis,
     wait_until,
+    wait_until_whole,
 )
 from paceline.errors import (
     ConfigError,
@@ -266,6 +267,32 @@ def test_replay_waits_not_serving_while_redis_loads_at_the_start(faulty, serve):
     client.open()
 
 
+@pytest.mark.parametrize(
+    "reply", ["LOADING Redis is loading the dataset in memory", "MISCONF Errors writing to the AOF file"]
+)
+@pytest.mark.parametrize(("refused", "spared"), [(b"HGET", 0), (b"EVALSHA", 1)], ids=["learner", "tables"])
+def test_replay_waits_while_redis_refuses_what_comes_after_the_take_over(faulty, serve, reply, refused, spared):
+    config = make_config(faulty.url)
+    replay, client = serve(config)
+    client.open()
+    client.append_rows(5)
+    replay.stop()
+    faulty.spared, faulty.only = spared, refused
+    faulty.fault = reply
+    with structlog.testing.capture_logs() as events:
+        replay, client = serve(config, resume=True, ready=False)
+        wait_until(lambda: [event for event in events if event["event"] == "waiting_for_redis"], "it waits")
+        wait_until(lambda: faulty.attempts >= 2, "it asks again")
+        assert client.health() == "NOT_SERVING"
+        with pytest.raises(UnavailableError, match="still restoring"):
+            client.describe()
+        faulty.fault = None
+        client.wait_until_serving()
+    names = [event["event"] for event in events]
+    assert names.count("redis_checked") == names.count("waiting_for_redis") == names.count("redis_answers") == 1
+    assert len(client.sample_values(100)) == 100
+
+
 def test_a_full_redis_refuses_blocks_whole_and_sampling_goes_on(redis_server, redis_client, serve):
     used = redis_client.info("memory")["used_memory"]
     redis_client.config_set("maxmemory", used + (8 << 20))
@@ -299,6 +326,88 @@ def test_a_full_redis_refuses_blocks_whole_and_sampling_goes_on(redis_server, re
         redis_client.config_set("maxmemory", 0)
 
 
+def test_replay_starts_on_a_full_redis_and_with_a_lower_capacity_makes_room_in_it(redis_server, redis_client):
+    rows = 2048  # 64 KiB a block
+    config = make_config(redis_server.url, capacity=1_000_000)
+    replay, client = ReplayProcess(config), Client(config)
+    try:
+        client.wait_until_serving()
+        client.open()
+        redis_client.config_set("maxmemory", redis_client.info("memory")["used_memory"] + (4 << 20))
+        messages = (request(number + 1, block(number * rows, rows)) for number in range(1000))
+        with pytest.raises(StoreFullError):
+            client.append(*messages)
+        stored = redis_client.xlen(BLOCKS)
+        assert stored > 20
+        replay.kill()
+        redis_client.config_set("maxmemory", redis_client.info("memory")["used_memory"] - 1000)  # over, not just at it
+
+        replay = ReplayProcess(config, resume=True)
+        client.wait_until_serving()
+        wait_until_whole(replay)
+        assert set(client.sample_values(20 * stored * rows).tolist()) == set(range(stored * rows))
+        with pytest.raises(StoreFullError):
+            client.append(request(stored + 1, block(stored * rows, rows)))
+        replay.kill()
+        client.close()
+
+        kept = stored // 2
+        config = make_config(redis_server.url, capacity=kept * rows)
+        replay, client = ReplayProcess(config, resume=True), Client(config)
+        client.wait_until_serving()
+        wait_until(lambda: redis_client.xlen(BLOCKS) == kept, "the oldest blocks leave")
+        (answer,) = client.append(request(stored + 1, block(stored * rows, rows)))
+        assert not answer.duplicate
+        assert values_in_redis(redis_client) == list(range((stored + 1 - kept) * rows, (stored + 1) * rows))
+    finally:
+        redis_client.config_set("maxmemory", 0)
+        client.close()
+        replay.kill()
+
+
+def test_tables_beyond_what_redis_may_hold_are_warned_of_once_each(redis_server, redis_client, serve):
+    maxmemory = redis_client.info("memory")["used_memory"] + (8 << 20)
+    rows = 2 * maxmemory // 3 // SPEC.row_bytes
+    tables = {"tables": {TABLE: {"capacity_rows": rows}, "others": {"capacity_rows": rows}}}
+    config = make_config(redis_server.url, replay=tables)
+    redis_client.config_set("maxmemory", maxmemory)
+    try:
+        with structlog.testing.capture_logs() as events:
+            replay, client = serve(config)
+            for _ in range(2):
+                client.open()
+            assert not [event for event in events if event["event"] == "table_exceeds_redis"]
+            for _ in range(2):
+                client.open(table="others")
+            replay.stop()
+        warned = {
+            "event": "table_exceeds_redis",
+            "log_level": "warning",
+            "table": "others",
+            "tables": ["others", TABLE],
+            "needed_bytes": 2 * rows * SPEC.row_bytes,
+            "maxmemory_bytes": maxmemory,
+        }
+        with structlog.testing.capture_logs() as resumed:
+            replay, _ = serve(config, resume=True)
+            replay.stop()
+        for each in (events, resumed):
+            (event,) = (event for event in each if event["event"] == "table_exceeds_redis")
+            assert "inserts are refused and sampling goes on; raise maxmemory of Redis, or lower" in event["meaning"]
+            assert warned.items() <= event.items()
+
+        # As many rows as the run ever collects is as many as must fit.
+        shorter = make_config(
+            redis_server.url, run={"environment_steps": 100}, learner={"table": "others"}, replay=tables
+        )
+        with structlog.testing.capture_logs() as events:
+            replay, _ = serve(shorter, resume=True)
+            replay.stop()
+        assert not [event for event in events if event["event"] == "table_exceeds_redis"]
+    finally:
+        redis_client.config_set("maxmemory", 0)
+
+
 def test_an_evicting_redis_is_refused_at_the_start(redis_server, redis_client):
     redis_client.config_set("maxmemory-policy", "allkeys-lru")
     try:
@@ -323,6 +432,29 @@ def test_a_redis_that_is_not_there_is_waited_for_as_long_as_was_said():
     assert "cannot be reached" in waits[0]["reason"]
 
 
+@pytest.mark.parametrize(
+    ("reply", "only", "error_type", "advice"),
+    [
+        ("MISCONF Errors writing to the AOF file", b"EVAL", StoreReadOnlyError, "free its disk"),
+        ("MISCONF Errors writing to the AOF file", b"HGET", StoreReadOnlyError, "free its disk"),
+        ("OOM command not allowed when used memory > 'maxmemory'.", b"EVAL", StoreFullError, "only more memory helps"),
+        ("READONLY You can't write against a read only replica.", b"EVAL", UnavailableError, "expected the primary"),
+    ],
+    ids=["disk-full", "disk-full-after-the-claim", "memory-full", "read-only"],
+)
+def test_a_wait_that_ends_says_what_helps_against_what_it_waited_for(faulty, reply, only, error_type, advice):
+    faulty.fault, faulty.only = reply, only
+    with structlog.testing.capture_logs() as events:
+        refused = ReplayThread(make_config(faulty.url, replay={"redis_start_seconds": 1.5}))
+        refused.join()
+    assert type(refused.error) is error_type
+    assert advice in str(refused.error)
+    assert "waited for 1.5 s, as replay.redis_start_seconds says" in str(refused.error)
+    assert "start Redis" not in str(refused.error)
+    names = [event["event"] for event in events]
+    assert names.count("redis_checked") == names.count("waiting_for_redis") == 1
+
+
 def test_a_stop_ends_the_wait_for_redis_in_peace():
     config = make_config(f"redis://127.0.0.1:{free_port()}/0")
     waiting, client = ReplayThread(config), Client(config)
@@ -334,7 +466,7 @@ def test_a_stop_ends_the_wait_for_redis_in_peace():
 
 @pytest.mark.parametrize(
     ("url", "reason"),
-    [("unix://:wrong@{path}", "does not admit us"), ("unix://:secret@{path}?db=9999", "DB index is out of range")],
+    [("unix://:wrong@{path}", "does not admit us"), ("unix://:secret@{path}?db=9999", "has no database 9999")],
     ids=["password", "database"],
 )
 def test_what_no_wait_would_mend_ends_replay_at_once(own_redis, url, reason):

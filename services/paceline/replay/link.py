@@ -23,6 +23,8 @@ With `+config|get` the line at the start can also say when the server writes to 
 
 from __future__ import annotations
 
+import re
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -63,11 +65,29 @@ COPIED_BYTES = 64 << 10
 
 _AWAY = (BusyLoadingError, ClusterDownError, TryAgainError)
 _AWAY_CODES = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "BUSY")
-_STRANGE_PEER = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER", "CERTIFICATE_REQUIRED", "UNKNOWN_CA")
+_STRANGE_PEER = (
+    "CERTIFICATE_VERIFY_FAILED",
+    "WRONG_VERSION_NUMBER",
+    "CERTIFICATE_REQUIRED",
+    "UNKNOWN_CA",
+    "HANDSHAKE_FAILURE",
+    "BAD_CERTIFICATE",
+)
+_CUT = ("reset by peer", "closed by server", "Broken pipe", "EOF occurred")
+"""How a peer ends a connection on which it does not understand us, as one that dies does."""
+_NO_DATABASE = ("DB index is out of range", "invalid DB index")
+_UNKNOWN_FLAGS = ("Error compiling script", "Unexpected flag in script shebang", "Unexpected engine in script shebang")
 _FORBIDDEN = ("NOPERM", "ACL failure in script", "can't run this command")
 _ABORTED = "Transaction discarded because of: "
 
+_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+_OPTIONS = ("db", *_FILES, "password_file")
+
 Argument = bytes | memoryview | str | int
+
+
+class ScriptFlagsError(PacelineError):
+    """The server cannot read the flags of a script: it is older than Redis 7."""
 
 
 class RedisLink:
@@ -77,10 +97,12 @@ class RedisLink:
         """Connects at the first command, each of which ends within `deadline_seconds`.
 
         Raises:
-            ConfigError: `url` is none, or names a file that is not there.
+            ConfigError: `url` is none, has an option of which nothing is known, or names a file that is not there or
+                holds something else.
         """
         self.shown = redact_url(url)
         """The URL, passwords hidden."""
+        self._speaks_tls = url.startswith("rediss://")
         self.is_loading = False
         """Whether the last failure was that Redis is still loading its data."""
         self._deadline_seconds = deadline_seconds
@@ -125,12 +147,13 @@ class RedisLink:
         return self._call_script(script, keys)
 
     def close(self) -> None:
-        """Close every connection."""
+        """Close every connection. Another command opens one anew."""
         self._pool.disconnect()
 
     def _open(self, url: str) -> redis.ConnectionPool:
-        url, password = _take_password_file(url)
         try:
+            _require_known_parts(url)
+            url, password = _take_password_file(url)
             pool = redis.ConnectionPool.from_url(
                 url,
                 credential_provider=password,
@@ -141,16 +164,16 @@ class RedisLink:
             )
             # What redis-py would only say at the first command.
             pool.connection_class(**pool.connection_kwargs)
-            arguments = parse_qs(urlsplit(url).query)
+            files = {name: paths[0] for name, paths in parse_qs(urlsplit(url).query).items() if name in _FILES}
         except (ValueError, TypeError, RedisError) as error:
             raise ConfigError(
                 f"replay.redis_url {self.shown}: {redact_url(str(error))}: expected redis://host:port/number, "
                 "rediss://host:port/number?ssl_ca_certs=file or unix://path?db=number"
             ) from error
-        for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
-            for path in arguments.get(name, []):
-                if not Path(path).is_file():
-                    raise ConfigError(f"replay.redis_url {self.shown}: {name} is {path}: expected a file that exists")
+        try:
+            _require_readable(files)
+        except ConfigError as error:
+            raise ConfigError(f"replay.redis_url {self.shown}: {error}") from error
         return pool
 
     def _call_script(
@@ -232,7 +255,12 @@ class RedisLink:
         if isinstance(error, ReadOnlyError) or text.startswith("READONLY"):
             # The primary is elsewhere now: the next command resolves its name again.
             self._pool.disconnect(inuse_connections=False)
-            return self._pause(UnavailableError(f"Redis at {self.shown} is a read-only replica: its primary has moved"))
+            return self._pause(
+                UnavailableError(
+                    f"Redis at {self.shown} is a read-only replica: its primary has moved, or replay.redis_url names "
+                    "the replica: expected the primary"
+                )
+            )
         if isinstance(error, _AWAY) or text.startswith(_AWAY_CODES):
             self.is_loading = isinstance(error, BusyLoadingError) or text.startswith("LOADING")
             return self._pause(
@@ -250,16 +278,39 @@ class RedisLink:
                 "or the password in the file of replay.redis_password_file"
             )
         if isinstance(error, RedisTimeoutError):
+            # Redis takes the first words of TLS for a command whose end has yet to come.
+            perhaps = "; if it does not speak TLS, use redis:// in replay.redis_url" if "connecting" in text else ""
             return self._pause(
-                UnavailableError(f"Redis at {self.shown} did not answer within {self._deadline_seconds:g} s")
+                UnavailableError(
+                    f"Redis at {self.shown} did not answer within {self._deadline_seconds:g} s"
+                    f"{perhaps if self._speaks_tls else ''}"
+                )
             )
         if isinstance(error, RedisConnectionError) and any(word in text for word in _STRANGE_PEER):
             return ConfigError(
                 f"Redis at {self.shown} and we cannot agree on TLS: {text}; name its CA by ssl_ca_certs= in "
-                "replay.redis_url, and use rediss:// where it speaks TLS and redis:// where it does not"
+                "replay.redis_url, and a certificate of ours by ssl_certfile= and ssl_keyfile= where it wants one; use "
+                "rediss:// where it speaks TLS and redis:// where it does not"
             )
         if isinstance(error, RedisConnectionError):
-            return self._pause(UnavailableError(f"Redis at {self.shown} cannot be reached: {text}; is it running?"))
+            perhaps = ""
+            if any(word in text for word in _CUT):
+                perhaps = " If it is, it may speak TLS: then use rediss:// in replay.redis_url"
+                if self._speaks_tls:
+                    perhaps = (
+                        " If it is, it may want a certificate of ours (ssl_certfile= and ssl_keyfile= in "
+                        "replay.redis_url), or not speak TLS (redis://)"
+                    )
+            return self._pause(
+                UnavailableError(f"Redis at {self.shown} cannot be reached: {text}; is it running?{perhaps}")
+            )
+        if any(word in text for word in _NO_DATABASE):
+            return ConfigError(
+                f"Redis at {self.shown} has no database {self._pool.connection_kwargs.get('db')}: {text}; expected a "
+                "number below its setting databases, which is 16 unless redis.conf says otherwise"
+            )
+        if any(word in text for word in _UNKNOWN_FLAGS):
+            return ScriptFlagsError(f"Redis at {self.shown} refused a script: {text}")
         return PacelineError(f"Redis at {self.shown} refused a command: {type(error).__name__}: {text}")
 
 
@@ -290,6 +341,45 @@ class _PasswordFile(redis.CredentialProvider):
         if not password:
             raise ConfigError(f"replay.redis_password_file {self._path} is empty: expected the password of Redis")
         return password
+
+
+def _require_known_parts(url: str) -> None:
+    """Raise ValueError for what redis-py would pass over, or would let change how replies are read."""
+    parts = urlsplit(url)
+    has_path = parts.scheme in ("redis", "rediss")
+    if "@" in parts.query or (has_path and "@" in parts.path):  # perhaps half a password, which nobody is to read
+        raise ValueError("an @ comes after a / or ?, which names and passwords have percent-encoded")
+    if has_path and re.fullmatch(r"/?\d*", parts.path) is None:
+        raise ValueError(f"its path is {parts.path}, which is no number of a database")
+    for name in parse_qs(parts.query, keep_blank_values=True):
+        if name not in _OPTIONS:
+            raise ValueError(f"it has an option {name}, and known ones are {', '.join(_OPTIONS)}")
+        if name in _FILES and parts.scheme != "rediss":
+            raise ValueError(f"{name} is for TLS, which rediss:// speaks")
+
+
+def _require_readable(files: dict[str, str]) -> None:
+    """Raise ConfigError if a file of TLS would fail at each connection."""
+    for name, path in files.items():
+        if not Path(path).is_file():
+            raise ConfigError(f"{name} is {path}: expected a file that exists")
+    authorities, certificate, key = (files.get(name) for name in _FILES)
+    context = ssl.create_default_context()
+    if authorities is not None:
+        try:
+            context.load_verify_locations(cafile=authorities)
+        except OSError as error:
+            raise ConfigError(f"ssl_ca_certs is {authorities}: {error}: expected certificates in PEM form") from error
+    if certificate is not None:
+        try:
+            context.load_cert_chain(certificate, key, password="")  # else OpenSSL would ask whoever sits before it
+        except OSError as error:
+            raise ConfigError(
+                f"ssl_certfile is {certificate} and ssl_keyfile is {key or 'not set'}: {error}: expected a certificate "
+                "and its key in PEM form, without a password"
+            ) from error
+    elif key is not None:
+        raise ConfigError(f"ssl_keyfile is {key} and ssl_certfile is not set: expected both")
 
 
 def _take_password_file(url: str) -> tuple[str, _PasswordFile | None]:

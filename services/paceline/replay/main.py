@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
@@ -90,55 +91,75 @@ def run(config: Config, *, resume: bool, stop: StopSignal, shard: int = 0) -> No
         stack.callback(server.stop)
         stack.callback(service.drain)
         stack.callback(serve_metrics(registry, config.replay.metrics_listen, "replay", health).close)
-        if not _claim(store, health, resume=resume, stop=stop, seconds=config.replay.redis_start_seconds):
+        waiting = _Waiting(store, health, stop, config.replay.redis_start_seconds)
+        if not waiting.until(lambda: _claim(store, resume=resume)) or not waiting.until(tables.load):
             return
-        tables.load()
+        metrics.redis_available.set(1)
 
         def serve() -> None:
             server.set_serving(True)
             health.set_ready()
-            metrics.redis_available.set(1)
             get_logger().info("replay_serving", run_id=config.run_id, port=server.port, resume=resume, shard=shard)
 
-        if _restore(tables, serve, server, health, stop):
+        if _restore(tables, serve, server, health, metrics, stop):
             _keep_records(tables, store, server, health, metrics, stop)
 
 
-def _claim(store: RedisStore, health: Health, *, resume: bool, stop: StopSignal, seconds: float) -> bool:
-    """Check Redis and take the run over, waiting up to `seconds` where it is away; False: the stop came first.
+def _claim(store: RedisStore, *, resume: bool) -> None:
+    """Check Redis and take the run over."""
+    store.check()
+    if not store.claim(resume=resume) and resume:
+        get_logger().warning("nothing_to_resume", meaning="Redis has no record of this run; it begins anew")
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """Waits at the start for a Redis in a state that passes, each time up to `seconds`.
 
     A Redis that loads its data says so, and is waited for as long as that takes. A wrong password or a database that
     is not there raises at once: no wait would mend it.
     """
-    until, said = time.monotonic() + seconds, ""
-    while True:
-        health.turn()
-        try:
-            store.check()
-            found = store.claim(resume=resume)
-        except _PASSING as error:
-            if store.is_loading:
-                until = time.monotonic() + seconds
-            elif time.monotonic() >= until:
-                raise type(error)(
-                    f"{error} (waited for {seconds:g} s, as replay.redis_start_seconds says: start Redis, or mend "
-                    "replay.redis_url)"
-                ) from error
-            if str(error) != said:
-                said = str(error)
-                health.set_unready(said)
-                get_logger().warning("waiting_for_redis", reason=said, at_most_seconds=seconds)
-            if stop.wait(KEEP_SECONDS):
-                return False
-        else:
-            if said:
-                get_logger().info("redis_answers")
-            if resume and not found:
-                get_logger().warning("nothing_to_resume", meaning="Redis has no record of this run; it begins anew")
-            return True
+
+    store: RedisStore
+    health: Health
+    stop: StopSignal
+    seconds: float
+
+    def until(self, attempt: Callable[[], None]) -> bool:
+        """Wait until `attempt` raises nothing; False: the stop came first. Raises what it does, at the end."""
+        until, said = time.monotonic() + self.seconds, ""
+        while True:
+            self.health.turn()
+            try:
+                attempt()
+            except _PASSING as error:
+                if self.store.is_loading:
+                    until = time.monotonic() + self.seconds
+                elif time.monotonic() >= until:
+                    waited = f"waited for {self.seconds:g} s, as replay.redis_start_seconds says"
+                    if isinstance(error, StoreFullError):
+                        waited += "; before version 7 only more memory helps, as no run can be taken over to trim it"
+                    raise type(error)(f"{error} ({waited})") from error
+                if str(error) != said:
+                    said = str(error)
+                    self.health.set_unready(said)
+                    get_logger().warning("waiting_for_redis", reason=said, at_most_seconds=self.seconds)
+                if self.stop.wait(KEEP_SECONDS):
+                    return False
+            else:
+                if said:
+                    get_logger().info("redis_answers")
+                return True
 
 
-def _restore(tables: Tables, serve: Callable[[], None], server: Server, health: Health, stop: StopSignal) -> bool:
+def _restore(
+    tables: Tables,
+    serve: Callable[[], None],
+    server: Server,
+    health: Health,
+    metrics: ReplayMetrics,
+    stop: StopSignal,
+) -> bool:
     """Bring the rows, going on after a Redis that is away comes back; False: the stop came first."""
 
     def ended() -> PacelineError | None:
@@ -154,9 +175,11 @@ def _restore(tables: Tables, serve: Callable[[], None], server: Server, health: 
                 get_logger().warning("restore_interrupted", error=str(error), meaning="it goes on where it ended")
             server.set_ready(False)
             health.set_unready(f"its store is away: {error}")
+            metrics.redis_available.set(0)
             if stop.wait(KEEP_SECONDS):
                 return False
         else:
+            metrics.redis_available.set(1)
             return True
 
 

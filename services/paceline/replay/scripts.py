@@ -44,6 +44,21 @@ local function trim(index, last)
 end
 """
 
+CLAIM = Script(
+    """#!lua flags=allow-oom
+-- Takes the run over, on a Redis that is full as well: whoever does may be about to make room. Gives the format that
+-- its record had before, and changes nothing if that is not ours, or if there may be none; false where there was none.
+-- KEYS owner, meta; ARGV owner, format, 1 where there may be a record
+local found = redis.call('HGET', KEYS[2], 'format')
+-- Our own, where the answer to the first call was lost.
+if found and redis.call('GET', KEYS[1]) == ARGV[1] then return ARGV[3] == '1' and found end
+if found and (ARGV[3] ~= '1' or found ~= ARGV[2]) then return found end
+redis.call('HSET', KEYS[2], 'format', ARGV[2])
+redis.call('SET', KEYS[1], ARGV[1])
+return found
+"""
+)
+
 COMMIT = Script(
     _REMOVE
     + """

@@ -9,8 +9,8 @@ from typing import Any
 
 from paceline.errors import ConfigError, ConflictError, PacelineError, ReplacedError, UnavailableError
 from paceline.replay.durability import describe_durability, parse_info
-from paceline.replay.link import Argument, RedisLink
-from paceline.replay.scripts import Script
+from paceline.replay.link import Argument, RedisLink, ScriptFlagsError
+from paceline.replay.scripts import CLAIM, Script
 from paceline.replay.values import Values
 from paceline.telemetry import get_logger
 
@@ -37,6 +37,7 @@ class RedisStore:
         self._run_id = run_id
         self._space = run_id if shard is None else f"{run_id}:{shard}"
         self._token = uuid.uuid4().hex.encode()
+        self._checked: dict[str, object] = {}
         self.fenced = threading.Event()
         """Set when another replay process has taken the run over."""
 
@@ -62,12 +63,14 @@ class RedisStore:
     def check(self) -> None:
         """See that Redis is there, admits us and cannot evict our keys; log what its settings mean for the rows.
 
+        Another check logs only what has changed.
+
         Raises:
-            UnavailableError: it cannot be reached, or is still loading.
+            UnavailableError: it cannot be reached, is still loading, or is a replica.
             ConfigError: wrong password or certificate, an ACL user that lacks a command, or an evicting policy.
         """
-        memory, persistence, server = (
-            parse_info(self.command("INFO", part)) for part in ("memory", "persistence", "server")
+        memory, persistence, server, replication = (
+            parse_info(self.command("INFO", part)) for part in ("memory", "persistence", "server", "replication")
         )
         policy = memory.get("maxmemory_policy", "noeviction")
         if policy.startswith("allkeys-"):
@@ -79,45 +82,58 @@ class RedisStore:
         self._link.is_loading = persistence.get("loading") == "1"
         if self.is_loading:
             raise UnavailableError(f"Redis at {self._link.shown} is still loading its data")
+        if replication.get("role") == "slave" and replication.get("slave_read_only", "1") == "1":
+            self._link.close()  # the next try resolves its name again
+            raise UnavailableError(
+                f"Redis at {self._link.shown} is a read-only replica of {replication.get('master_host')}:"
+                f"{replication.get('master_port')}: expected the primary; name that in replay.redis_url"
+            )
         durability = describe_durability(persistence, self._read_setting("appendfsync"), self._read_setting("save"))
-        say = get_logger().info if durability.keeps_rows else get_logger().warning
-        say(
-            "redis_checked",
-            redis=self._link.shown,
-            version=server.get("redis_version", "unknown"),
-            maxmemory_bytes=int(memory.get("maxmemory", 0)),
-            maxmemory_policy=policy,
-            appendonly=durability.appendonly,
-            appendfsync=durability.appendfsync,
-            save=durability.save,
-            meaning=durability.meaning,
-        )
+        checked: dict[str, object] = {
+            "redis": self._link.shown,
+            "version": server.get("redis_version", "unknown"),
+            "maxmemory_bytes": int(memory.get("maxmemory", 0)),
+            "maxmemory_policy": policy,
+            "appendonly": durability.appendonly,
+            "appendfsync": durability.appendfsync,
+            "save": durability.save,
+            "meaning": durability.meaning,
+        }
+        if checked != self._checked:
+            self._checked = checked
+            say = get_logger().info if durability.keeps_rows else get_logger().warning
+            say("redis_checked", **checked)
+
+    def read_maxmemory(self) -> int:
+        """Bytes that Redis may fill; 0: any number. Raises UnavailableError while it is away."""
+        return int(parse_info(self.command("INFO", "memory")).get("maxmemory", 0))
 
     def claim(self, *, resume: bool) -> bool:
         """Take the run's keys over from whatever process had them; whether the run was there before.
 
+        A repeat after a lost answer is safe. A Redis that is full is taken over as well, from version 7 on.
+
         Raises:
             ConflictError: it was, and `resume` is False; or its record has another format.
+            StoreFullError: it is full and older.
         """
-        new = bool(self.command("HSETNX", self.key("meta"), "format", FORMAT))
-        if not new:
+        keys = [self.key("owner"), self.key("meta")]
+        try:
+            found = self._link.run_script(CLAIM, keys, [self._token, FORMAT, int(resume)])
+        except ScriptFlagsError:
+            found = self._claim_by_commands(resume=resume)
+        if found is not None:
             if not resume:
                 raise ConflictError(
                     f"run id {self._run_id!r} has a record in Redis at {self._link.shown} already: "
                     "go on with it by --resume, or choose another run.id"
                 )
-            self.require_format()
-        self.command("SET", self.key("owner"), self._token)
-        return not new
+            self._require_format(found)
+        return found is not None
 
     def require_format(self) -> None:
         """Raise ConflictError if the record is not of this version's format."""
-        found = (self.command("HGET", self.key("meta"), "format") or b"(none)").decode(errors="replace")
-        if found != FORMAT:
-            raise ConflictError(
-                f"the record of run {self._run_id!r} has format {found}: expected {FORMAT}; "
-                "use the version of Paceline that wrote it, or another run.id"
-            )
+        self._require_format(self.command("HGET", self.key("meta"), "format") or b"(none)")
 
     def command(self, *arguments: Argument) -> Any:
         """Run one command and give its reply as it came. Raises the Paceline error that its failure stands for."""
@@ -155,6 +171,24 @@ class RedisStore:
     def close(self) -> None:
         """Close every connection."""
         self._link.close()
+
+    def _claim_by_commands(self, *, resume: bool) -> bytes | None:
+        """What CLAIM does and gives, for a server older than Redis 7."""
+        if self.command("HSETNX", self.key("meta"), "format", FORMAT):
+            found = None
+        else:
+            found = bytes(self.command("HGET", self.key("meta"), "format") or b"(none)")
+            if not resume or found != FORMAT.encode():
+                return found
+        self.command("SET", self.key("owner"), self._token)
+        return found
+
+    def _require_format(self, found: bytes) -> None:
+        if found != FORMAT.encode():
+            raise ConflictError(
+                f"the record of run {self._run_id!r} has format {found.decode(errors='replace')}: expected {FORMAT}; "
+                "use the version of Paceline that wrote it, or another run.id"
+            )
 
     def _read_setting(self, name: str) -> str | None:
         """A setting of the server, or None where we may not see it."""

@@ -6,10 +6,11 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from paceline.config import Config
-from paceline.errors import ConflictError, NotFoundError, UnavailableError
+from paceline.errors import ConflictError, NotFoundError, PacelineError, UnavailableError
 from paceline.replay.learners import LearnerHold
 from paceline.replay.log import LogState, RedisLog
 from paceline.replay.metrics import ReplayMetrics, TableMetrics
@@ -46,13 +47,19 @@ class Tables:
         return [table for _, table in sorted(self._open.items())]
 
     def load(self) -> None:
-        """Open every table that has a record, with its counters and without its rows, and let callers in."""
+        """Open every table that has a record, with its counters and without its rows, and let callers in.
+
+        Raises what Redis does; called again it goes on where it ended.
+        """
         self.learner.load()
         for name in self._config.replay.tables:
+            if name in self._open:
+                continue
             log = RedisLog(self._store, name)
             state = log.read_state()
             if state is not None:
                 self._open[name] = self._make(name, state.row_spec, log, state)
+                self._warn_if_beyond_redis(name)
         self._ready = True
 
     def restore(self, ended: Ended, on_readable: Callable[[], None]) -> None:
@@ -108,6 +115,7 @@ class Tables:
                 get_logger().info(
                     "table_opened", table=name, row_bytes=spec.row_bytes, capacity_rows=table.capacity_rows
                 )
+                self._warn_if_beyond_redis(name)
             elif table.spec != spec:
                 raise ConflictError(
                     f"table {name!r} has columns {_describe(table.spec)}: it cannot also have {_describe(spec)}; "
@@ -158,6 +166,29 @@ class Tables:
             table.load(state)
             _report_differences(table, state.limiter_json, used)
         return table
+
+    def _warn_if_beyond_redis(self, name: str) -> None:
+        """Say that Redis will be full before the tables are, of which table `name` was opened last."""
+        maxmemory = 0
+        with suppress(PacelineError):  # rows matter more than a warning
+            maxmemory = self._store.read_maxmemory()
+        needed = sum(self._full_bytes(table) for table in self._open.values())
+        if 0 < maxmemory < needed:
+            get_logger().warning(
+                "table_exceeds_redis",
+                table=name,
+                tables=sorted(self._open),
+                needed_bytes=needed,
+                maxmemory_bytes=maxmemory,
+                meaning="when Redis is full, before the tables are, inserts are refused and sampling goes on; raise "
+                f"maxmemory of Redis, or lower capacity_rows or capacity_bytes of replay.tables.{name}",
+            )
+
+    def _full_bytes(self, table: Table) -> int:
+        """Bytes of the rows that a table is to hold, or will ever get."""
+        limit = row_limit(self._config, table.name, self._shard)
+        rows = table.capacity_rows if limit is None else min(table.capacity_rows, limit)
+        return rows * table.spec.row_bytes
 
     def _require_configured(self, name: str) -> None:
         if name not in self._config.replay.tables:
