@@ -272,7 +272,12 @@ def replay() -> Board:
                 [
                     panel("Time until Redis has a block", quantiles(f"{REPLAY}redis_append_seconds", 0.5, 0.99)),
                     panel("Redis takes commands", value(f"{REPLAY}redis_available", "instance", how="min")),
-                    panel("Bytes of blocks in Redis", value(f"{REPLAY}table_log_bytes", "table", how="sum")),
+                    panel(
+                        "Bytes in Redis",
+                        value(f"{REPLAY}table_log_bytes", "table", how="sum"),
+                        value(f"{REPLAY}redis_used_bytes", legend="used by all"),
+                        value(f"{REPLAY}redis_max_bytes", legend="maxmemory"),
+                    ),
                     panel("Pages of priorities not yet saved", value(f"{REPLAY}unsaved_pages", "table", how="sum")),
                     panel(
                         "Signs of loss per second",

@@ -89,10 +89,10 @@ def panel(
     return Panel(title, tuple(flat), description, unit or flat[0].unit, kind, width, stacked, signed)
 
 
-def value(series: str, *by: str, how: str = "max", where: str = "") -> Query:
+def value(series: str, *by: str, how: str = "max", where: str = "", legend: str = "") -> Query:
     """A gauge now, for each value of the labels `by`."""
-    unit = SERIES[series].unit
-    return Query(_gathered(how, by, _select(series, where)), series, _unit(unit), _legend(by), is_named=False)
+    unit, query = SERIES[series].unit, _gathered(how, by, _select(series, where))
+    return Query(query, series, _unit(unit), legend or _legend(by), is_named=bool(legend))
 
 
 def rate(series: str, *by: str, where: str = "", legend: str = "") -> Query:

@@ -538,6 +538,65 @@ def test_where_the_index_is_damaged_nothing_of_the_blocks_is_stored(bare):
     assert log.read_state() == state
 
 
+def lose_field(key: str, field: str) -> Callable[[redis.Redis], object]:
+    return lambda client: client.hdel(f"{PREFIX}table:{TABLE}:{key}", field)
+
+
+def spoil_field(key: str, field: str, value: str) -> Callable[[redis.Redis], object]:
+    return lambda client: client.hset(f"{PREFIX}table:{TABLE}:{key}", field, value)
+
+
+def lose(*keys: str) -> Callable[[redis.Redis], object]:
+    return lambda client: client.delete(*(f"{PREFIX}table:{TABLE}:{key}" for key in keys))
+
+
+@real_servers
+@pytest.mark.parametrize(
+    ("harm", "named"),
+    [
+        (lose("spec"), ":spec is missing"),
+        (lose("state"), ":state is missing"),
+        (lose("spec", "state"), ":spec is missing"),
+        (lose("spec", "state", "positions", "blocks", "pages"), ":spec is missing"),
+        (lambda client: client.set(f"{PREFIX}table:{TABLE}:spec", b"\xff"), ":spec is unreadable"),
+        *((lose_field("state", field), f":state has no field '{field}'") for field in ("inserted", "limiter")),
+        (lose_field("state", "consumed"), ":state has no field 'consumed'; expected a count"),
+        (spoil_field("state", "sampled", "many"), ":state has 'many' as its field 'sampled'"),
+        (spoil_field("positions", "0", "1 x 2"), ":positions has '1 x 2' as its field '0'; expected by the collector"),
+        (spoil_field("positions", "first", "1 2 3"), "as its field 'first'"),
+    ],
+)
+def test_a_record_that_lacks_what_it_should_say_is_named_and_left_as_it_is(server, bare, harm, named):
+    log, client = bare
+    log.begin(BEGUN)
+    for number in range(3):
+        append(log, number, header(number + 1))
+    harm(client)
+    before = keys(client)
+    store = RedisStore(server.url, "my-run", deadline_seconds=10)
+    store.claim(resume=True)
+    try:
+        with pytest.raises(ConflictError) as raised:
+            RedisLog(store, TABLE).read_state()
+    finally:
+        store.close()
+    assert f"the record of table '{TABLE}' is damaged: {PREFIX}table:{TABLE}:" in str(raised.value)
+    assert named in str(raised.value)
+    assert "`paceline replay delete RUN`" in str(raised.value)
+    assert keys(client) == before
+
+
+@real_servers
+def test_a_process_that_has_stored_all_rows_makes_a_record_anew_that_lost_its_state(bare):
+    log, client = bare
+    log.begin(BEGUN)
+    append(log, 0, header(1))
+    client.delete(f"{PREFIX}table:{TABLE}:state")
+    assert log.read_state() is None
+    log.begin(replace(BEGUN, inserted=10))
+    assert log.read_state().inserted == 10
+
+
 @real_servers
 def test_a_used_run_id_is_refused_unless_the_run_is_resumed(server):
     stores = [RedisStore(server.url, "used", deadline_seconds=10) for _ in range(3)]

@@ -11,6 +11,7 @@ import sys
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from paceline.replay.archive import export_run
 from paceline.replay.archive_format import MAX_MANIFEST_BYTES
 from paceline.replay.archive_import import import_run
 from paceline.replay.log import BlockWrite, LoggedBlock, LogState, Position, RedisLog
-from paceline.replay.record import RunRecord
+from paceline.replay.record import RunRecord, note_shards, write_note
 from paceline.replay.store import RedisStore
 from paceline.rows import Block, Column, RowSpec
 from paceline.tables.pages import PAGE
@@ -356,6 +357,106 @@ def test_a_process_that_saves_is_noticed_and_one_that_ended_is_not(write, open_r
 # Archives that somebody made to do harm, or that were damaged.
 
 
+def begin_shards(url: str, present: tuple[int | None, ...], noted: int | None) -> None:
+    """Records of a run: of its one shard (None), or of some of several."""
+    for shard in present:
+        store = RedisStore(url, "run", deadline_seconds=10, shard=shard)
+        if noted:
+            write_note(store, noted)
+        store.claim(resume=False)
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("present", "noted", "shards", "shard", "begun"),
+    [
+        ((), None, 2, 0, None),
+        ((None,), 1, 1, 0, None),
+        ((None,), None, 1, 0, None),
+        ((None,), 1, 2, 0, 1),
+        ((None,), None, 2, 1, 1),
+        ((0, 1), 2, 1, 0, 2),
+        ((0, 1), None, 1, 0, 2),
+        ((0, 1), 2, 2, 1, None),
+        ((0, 1), None, 2, 1, None),
+        ((0,), 2, 2, 1, None),  # its Redis lost it, or it begins
+        ((0, 1), 2, 3, 0, 2),
+        ((0, 1), None, 3, 2, 2),
+        ((0, 1, 2), 3, 2, 0, 3),
+        ((0, 1, 2), None, 2, 0, 3),
+        ((2,), None, 3, 2, None),  # each in a Redis of its own
+        ((2,), 3, 4, 2, 3),
+        ((None, 0, 1), 2, 1, 0, None),  # what an earlier mistake left
+        ((None, 0, 1), 2, 2, 0, None),
+    ],
+)
+def test_a_shard_begins_or_goes_on_only_where_the_run_has_as_many(server, client, present, noted, shards, shard, begun):
+    begin_shards(server.url, present, noted)
+    store = RedisStore(server.url, "run", deadline_seconds=10, shard=shard if shards > 1 else None)
+    before = keys(client, "run")
+    if begun is None:
+        note_shards(store, "run", shards, shard)
+        is_new = (None if shards == 1 else shard) not in present
+        assert store.command("HGET", store.key("meta"), "shards") == (
+            str(shards).encode() if is_new else str(noted).encode() if noted else None
+        )
+        assert store.claim(resume=True) != is_new
+    else:
+        with pytest.raises(
+            ConflictError, match=rf"has {begun} shard\(s\) and .*expected replay.shards={begun}, as when"
+        ):
+            note_shards(store, "run", shards, shard)
+        assert keys(client, "run") == before
+    store.close()
+
+
+def test_a_record_of_which_one_shard_is_left_is_found(write, open_record):
+    write(shard=0)
+    assert [shard for shard, _, _ in open_record().tables()] == [0]
+    assert open_record().other_counts == []
+    with pytest.raises(NotFoundError, match=r"with 1 shard\(s\) in Redis .* but one with 2: expected --shards 2"):
+        open_record(shards=1)
+
+
+def test_whoever_asks_for_fewer_shards_than_there_are_is_told(server, client, open_record):
+    begin_shards(server.url, (0, 1, 2), 3)
+    assert "of 3 shard(s)" in open_record(shards=2).others()[0]
+    assert open_record().others() == []
+
+
+def test_of_two_records_of_a_run_one_is_named(write, open_record, client):
+    write()
+    write(shard=0), write(shard=1)
+    with pytest.raises(ConflictError, match=r"two records of run 'run', one of 1 shard and one of 2: .* --shards 2"):
+        open_record()
+    one = open_record(shards=1)
+    assert len(one.tables()) == 1
+    assert "another record in Redis, of 2 shard(s)" in one.others()[0]
+    open_record(shards=2).delete(progress=nothing)
+    assert open_record().others() == []
+    assert {key.split("}")[0] for key in keys(client, "run")} == {"paceline:{run"}
+
+
+def test_an_import_does_not_begin_a_second_record_of_a_run(server, client, archive):
+    client.flushall()
+    begin_shards(server.url, (0, 1), 2)
+    with pytest.raises(ConflictError, match="has a record in Redis"):
+        import_run(archive, server.url, progress=nothing)
+
+
+def test_a_table_that_cannot_be_read_is_named_and_left_out(client, write, open_record, tmp_path):
+    write(table="broken"), write(table="whole")
+    client.hdel("paceline:{run}:table:broken:state", "consumed")
+    record = open_record()
+    assert [table.table for table in record.survey(check=True, progress=nothing)] == ["whole"]
+    (problem,) = record.problems
+    assert "table 'broken' is damaged: paceline:{run}:table:broken:state has no field 'consumed'" in problem
+    record = open_record()
+    manifest = export_run(record, tmp_path / "rest.tar", progress=nothing)
+    assert [table.name for table in manifest.tables] == ["whole"]
+    assert record.problems == [problem]
+
+
 def rewrite(path: Path, change: Callable[[list[tuple[tarfile.TarInfo, bytes]]], None]) -> None:
     """Write an archive again with its members changed."""
     with tarfile.open(path) as tar:
@@ -535,6 +636,9 @@ def paceline(*arguments: str, cwd: Path, answer: str = "") -> subprocess.Complet
     )
 
 
+SETTINGS = {"run": {"id": "first", "environment_steps": 777}, "replay": {"redis_url": None}}
+
+
 @pytest.fixture
 def run_folder(tmp_path) -> Path:
     """Of a run that `paceline train` made, with a server of its own that is stopped."""
@@ -548,7 +652,7 @@ def run_folder(tmp_path) -> Path:
         writer.store.close()
     finally:
         server.stop()
-    (folder / "config.yaml").write_text(yaml.safe_dump({"run": {"id": "first"}, "replay": {"redis_url": None}}))
+    (folder / "config.yaml").write_text(yaml.safe_dump(SETTINGS))
     return folder
 
 
@@ -566,7 +670,26 @@ def test_the_commands_look_after_the_record_in_a_runs_folder(run_folder, tmp_pat
     said = paceline("replay", "import", "first.tar", "--into", str(run_folder), cwd=tmp_path)
     assert said.returncode == 2
     assert "choose another id, as --as NEW_RUN" in said.stderr
-    said = paceline("replay", "import", "first.tar", "--into", str(run_folder), "--as", "second", cwd=tmp_path)
+    for into, name, problem in (
+        (run_folder, "second", "is the folder of run 'first': expected that of run 'second' or a new one"),
+        (tmp_path / "runs" / "third", "second", "expected a folder named second"),
+    ):
+        said = paceline("replay", "import", "first.tar", "--into", str(into), "--as", name, cwd=tmp_path)
+        assert said.returncode == 2
+        assert problem in said.stderr
+    assert not (tmp_path / "runs" / "third").exists()
+    said = paceline("replay", "import", "first.tar", "--into", "runs/second", "--as", "second", cwd=tmp_path)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert said.stdout.endswith("go on with it: paceline train runs/second --resume\n")
+    for run in ("second", "runs/second"):
+        said = paceline("replay", "inspect", run, "--check", cwd=tmp_path)
+        assert (said.returncode, said.stderr) == (0, "")
+        assert "run second in unix://" in said.stdout
+        assert "50 in 5 blocks, keys 0 to 50" in said.stdout
+    assert yaml.safe_load((tmp_path / "runs/second/config.yaml").read_text())["run"]["environment_steps"] == 777
+    assert paceline("replay", "export", "second", "second.tar", cwd=tmp_path).returncode == 0
+    assert paceline("replay", "delete", "second", "--yes", cwd=tmp_path).returncode == 0
+    said = paceline("replay", "import", "second.tar", "--into", "runs/second", cwd=tmp_path)
     assert (said.returncode, said.stderr) == (0, "")
 
     for answer, code in (("n\n", 1), ("y\n", 0)):
@@ -576,6 +699,53 @@ def test_the_commands_look_after_the_record_in_a_runs_folder(run_folder, tmp_pat
     said = paceline("replay", "inspect", "first", cwd=tmp_path)
     assert said.returncode == 2
     assert "no record of run 'first'" in said.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_with_another_number_of_shards_is_refused_and_stays_as_it_was(run_folder, tmp_path):
+    before = (run_folder / "config.yaml").read_text()
+    said = paceline("train", str(run_folder), "--resume", "replay.shards=2", "collector.count=2", cwd=tmp_path)
+    assert said.returncode == 2
+    assert "has 1 shard(s) and replay.shards is 2: expected replay.shards=1, as when it began" in said.stderr
+    assert (run_folder / "config.yaml").read_text() == before
+    said = paceline("replay", "inspect", "first", cwd=tmp_path)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert "50 in 5 blocks, keys 0 to 50" in said.stdout
+
+
+QUICK = ("collector.count=1", "evaluator.enabled=false", "learner.batch_size=32", "run.id=first", "--plain")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("by_folder", [True, False])
+def test_a_run_that_was_imported_is_trained_on(tmp_path, by_folder):
+    said = paceline("train", *QUICK, "run.environment_steps=1200", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    server = EmbeddedRedis.start(tmp_path / "runs" / "first" / "redis")
+    try:
+        if by_folder:
+            assert paceline("replay", "export", "first", "first.tar", cwd=tmp_path).returncode == 0
+        else:
+            with closing(RunRecord(server.url, "first")) as record:
+                export_run(record, tmp_path / "first.tar", progress=nothing)
+    finally:
+        server.stop()
+
+    said = paceline("replay", "import", "first.tar", "--as", "again", "--into", "runs/again", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    command = said.stdout.rstrip().rpartition(": paceline ")[2].split()
+    if by_folder:
+        assert command == ["train", "runs/again", "--resume"]
+    else:
+        assert command == ["train", "CONFIG", "run.id=again", "run.directory=runs", "--resume"]
+        command[1] = "runs/first"
+    said = paceline(*command, "run.environment_steps=1500", "--plain", cwd=tmp_path)
+    assert said.returncode == 0, said.stderr
+    described = json.loads(paceline("replay", "inspect", "again", "--json", cwd=tmp_path).stdout)["tables"][0]
+    assert described["inserted"] == 1500
+    assert described["collectors"][0]["incarnation"] == 2
+    assert "duplicate" not in (tmp_path / "runs/again/logs/replay.log").read_text()
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent import futures
 
 import grpc
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import structlog
 
+from free_ports import free_port
 from integration.replay_harness import (
     RUN,
     SECONDS,
@@ -24,6 +27,7 @@ from integration.replay_harness import (
     values_of,
     wait_until,
 )
+from paceline.config import Config, dump
 from paceline.errors import ConfigError, ConflictError, NotFoundError, ReplacedError, UnavailableError
 from paceline.rows import Column, RowSpec
 from paceline.v1 import replay_pb2 as pb
@@ -164,6 +168,45 @@ def test_a_used_run_id_needs_resume(redis_server, serve):
     assert "--resume" in str(refused.error)
     _, client = serve(config, resume=True)
     assert client.describe().row_count == 30
+
+
+def shard_config(url: str, shards: int, shard: int) -> Config:
+    """Of one of the shards of the run."""
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(shards)]
+    replay = {"shards": shards, "address": ",".join(addresses), "listen": addresses[shard]}
+    return make_config(url, replay=replay, collector={"count": shards})
+
+
+@pytest.mark.parametrize(("begun", "asked"), [(1, 2), (2, 1), (2, 3), (3, 2)])
+def test_a_resume_with_another_number_of_shards_is_refused_and_the_rows_stay(
+    redis_server, redis_client, serve, tmp_path, begun, asked
+):
+    for shard in range(begun):
+        replay, client = serve(shard_config(redis_server.url, begun, shard), shard=shard)
+        client.open()
+        client.append_rows(4)
+        replay.stop()
+    before = set(redis_client.scan_iter())
+    processes = []
+    for shard in range(asked):
+        path = tmp_path / f"{shard}.yaml"
+        path.write_text(dump(shard_config(redis_server.url, asked, shard)))
+        command = [sys.executable, "-m", "paceline", "replay", str(path), "--resume", "--shard", str(shard)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+    try:
+        for process in processes:
+            _, said = process.communicate(timeout=SECONDS)
+            assert process.returncode == 2
+            assert f"has {begun} shard(s) and replay.shards is {asked}: expected replay.shards={begun}, as when" in said
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert set(redis_client.scan_iter()) == before
+
+    shard = begun - 1
+    _, client = serve(shard_config(redis_server.url, begun, shard), resume=True, shard=shard)
+    assert client.describe().row_count == 40
 
 
 def test_two_runs_on_one_redis_see_only_their_own_rows(redis_server, serve):

@@ -328,11 +328,20 @@ def test_weights_of_one_change_nothing() -> None:
         torch.testing.assert_close(weighted.state_dict()[name], tensor)
 
 
-def test_rows_of_one_step_do_not_look_at_the_count_of_steps() -> None:
+def test_rows_of_one_step_are_discounted_as_rows_that_do_not_count_theirs() -> None:
     plain, counted = make_sac(), make_sac()
     plain.update(make_batch())
-    counted.update(dataclasses.replace(make_batch(), step_count=torch.full((32,), 7)))
-    assert torch.equal(plain.state_dict()["critic/0.weight"], counted.state_dict()["critic/0.weight"])
+    counted.update(dataclasses.replace(make_batch(), step_count=torch.full((32,), 1, dtype=torch.int32)))
+    torch.testing.assert_close(plain.state_dict()["critic/0.weight"], counted.state_dict()["critic/0.weight"])
+
+
+def test_rows_of_several_steps_are_discounted_by_their_own_count_whatever_the_settings_say_now() -> None:
+    batch = with_several_steps(make_batch())
+    before, resumed = make_sac(n_step=3), make_sac(n_step=1)
+    for sac in (before, resumed):
+        sac.update(batch)
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], tensor), name
 
 
 def test_the_algorithm_is_built_from_the_settings_of_a_run() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from paceline.cli.starting import ConfigPath, Overrides, Resume, ResumeOrStart, 
 from paceline.errors import ConflictError
 
 if TYPE_CHECKING:
+    from paceline.local.records import Place
     from paceline.replay.record import RunRecord
 
 
@@ -65,14 +67,16 @@ def inspect(
     check: Annotated[bool, typer.Option("--check", help="Read every block and verify it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Say what the record of a run holds, and whether it is whole. Exit code 1: --check found damage."""
+    """Say what the record of a run holds, and whether it is whole. Exit code 1: a table cannot be read, or --check
+    found damage."""
     with explained(), _open_record(run, redis_url, shards) as record:
         from paceline.local import records, survey
 
         with records.open_progress("checking", sizes=True) as progress:
             tables = record.survey(check=check, progress=progress)
         print(survey.to_json(record, tables) if as_json else survey.to_text(record, tables))
-        if any(table.damage for table in tables):
+        _tell_problems(record)
+        if record.problems or any(table.damage for table in tables):
             raise SystemExit(1)
 
 
@@ -83,14 +87,15 @@ def export(
     redis_url: RedisUrl = None,
     shards: Shards = None,
 ) -> None:
-    """Write the record of a run to one file. The run may go on meanwhile."""
-    with explained(), _open_record(run, redis_url, shards) as record:
+    """Write the record of a run to one file, with its settings where its folder is known. The run may go on."""
+    with explained(), _open_place(run, redis_url, shards) as (place, record):
         from paceline.local import records, survey
         from paceline.replay.archive import export_run
 
         with records.open_progress("exporting", sizes=True) as progress:
-            manifest = export_run(record, file, progress=progress)
+            manifest = export_run(record, file, progress=progress, settings=place.read_settings())
         print(survey.describe_archive(manifest, f"exported to {file}"))
+        _tell_problems(record)
 
 
 @app.command(name="import")
@@ -107,16 +112,22 @@ def import_archive(
     """Bring an exported record into a Redis that has nothing of its run."""
     with explained():
         from paceline.local import records, survey
-        from paceline.replay.archive_import import import_run
+        from paceline.replay.archive_import import import_run, read_manifest
 
         if name is not None:
             config.with_run_id(config.Config(), name)  # refuses what is no run id
+        manifest = read_manifest(file)
+        run_id = name or manifest.run_id
+        begun = records.settings_for(folder, manifest, run_id) if folder is not None else None
         with (
             records.open_target(folder, redis_url, os.environ) as url,
             records.open_progress("importing", sizes=True) as progress,
         ):
             manifest = import_run(file, url, run_id=name, progress=progress)
-        print(survey.describe_archive(manifest, f"imported as {name or manifest.run_id}"))
+        if folder is not None and begun is not None:
+            records.begin_folder(folder, begun, manifest)
+        print(survey.describe_archive(manifest, f"imported as {run_id}"))
+        print(survey.describe_use(manifest, run_id, folder=folder, redis_url=redis_url))
 
 
 @app.command()
@@ -143,16 +154,28 @@ def delete(
         with records.open_progress("deleting", sizes=False) as progress:
             removed = record.delete(progress=progress)
         print(f"run {record.run_id}: removed {removed} keys")
+        _tell_problems(record)
+
+
+def _tell_problems(record: RunRecord) -> None:
+    for problem in (*record.problems, *record.others()):
+        print(f"paceline: {problem}", file=sys.stderr)
 
 
 @contextmanager
 def _open_record(run: str, redis_url: str | None, shards: int | None) -> Iterator[RunRecord]:
+    with _open_place(run, redis_url, shards) as (_, record):
+        yield record
+
+
+@contextmanager
+def _open_place(run: str, redis_url: str | None, shards: int | None) -> Iterator[tuple[Place, RunRecord]]:
     from paceline.local import records
     from paceline.replay.record import RunRecord
 
     with records.open_place(run, redis_url=redis_url, shards=shards, environment=os.environ) as place:
         record = RunRecord(place.redis_url, place.run_id, shards=place.shards)
         try:
-            yield record
+            yield place, record
         finally:
             record.close()

@@ -14,13 +14,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline import config as settings
 from paceline.config import Config
+from paceline.config.models import SHARD
 from paceline.envs import describe_environment
 from paceline.errors import (
+    ConfigError,
     ConflictError,
     DeadlineError,
     HandshakeError,
     NotFoundError,
     PortTakenError,
+    StoreFullError,
+    StoreReadOnlyError,
     UnavailableError,
 )
 from paceline.local.display import open_display
@@ -30,6 +34,8 @@ from paceline.local.scrape import Page, read_last_page, read_page
 from paceline.local.status import StatusReader, Watched
 from paceline.local.tally import Tally
 from paceline.process import StopSignal, limit_threads
+from paceline.replay.record import require_shards
+from paceline.replay.store import RedisStore
 from paceline.report import write_report
 from paceline.rpc.client import open_channel
 from paceline.rpc.status import raising
@@ -60,7 +66,8 @@ def run(config: Config, *, resume: bool, plain: bool, stop: StopSignal, environm
 
     Raises:
         ConfigError: the environment is unknown, or the algorithm cannot act in it.
-        ConflictError: the run's folder is in use; NotFoundError: there is none to resume.
+        ConflictError: the run's folder is in use, or its record has another number of shards; NotFoundError: there is
+            none to resume.
         ServiceFailedError: a service ended with an error; carries its last lines.
     """
     # Before anything is started or written: the commonest mistakes are in the environment's settings.
@@ -77,6 +84,9 @@ def run(config: Config, *, resume: bool, plain: bool, stop: StopSignal, environm
             redis_url = redis.url
         else:
             redis_url = config.replay.redis_url.get_secret_value()
+        if resume:
+            _require_shards(config, config.replay.redis_address() or redis_url)
+            _write_settings(config, folder)
         services = _Services(config, folder, redis_url, resume=resume, environment=environment)
         try:
             services.start()
@@ -270,10 +280,34 @@ def _open_folder(config: Config, resume: bool) -> Path:
             f"the folder {folder} is in use: expected a new run; go on with it by --resume, or choose another run.id"
         )
     (folder / "logs").mkdir(parents=True, exist_ok=True)
+    if not resume:
+        _write_settings(config, folder)
+    return folder
+
+
+def _require_shards(config: Config, redis_url: str) -> None:
+    """Before the run's settings are replaced, see that its record has as many shards as they say.
+
+    Replay refuses it, too, but then the folder would say what the record contradicts. What else is wrong with Redis,
+    replay says better.
+    """
+    for shard in range(config.replay.shards if SHARD in redis_url else 1):
+        with suppress(ConfigError, UnavailableError, StoreFullError, StoreReadOnlyError):
+            store = RedisStore(
+                redis_url.replace(SHARD, str(shard)),
+                config.run_id,
+                deadline_seconds=config.replay.redis_deadline_seconds,
+            )
+            try:
+                require_shards(store, config.run_id, config.replay.shards)
+            finally:
+                store.close()
+
+
+def _write_settings(config: Config, folder: Path) -> None:
     partial = folder / "config.yaml.tmp"
     partial.write_text(settings.dump(config), encoding="utf-8")
     os.replace(partial, folder / "config.yaml")
-    return folder
 
 
 @contextmanager

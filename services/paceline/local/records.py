@@ -9,14 +9,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline import config as settings
-from paceline.errors import ConfigError, NotFoundError
+from paceline.errors import ConfigError, ConflictError, NotFoundError
+from paceline.learner.ledger import EndpointLedger
+from paceline.learner.registry import COLLECTOR
 from paceline.local.embedded import EmbeddedRedis
 from paceline.replay import record
+from paceline.replay.archive_format import Manifest
 
 LINE_SECONDS = 5.0
 """Between two plain lines of progress."""
@@ -29,6 +33,14 @@ class Place:
     run_id: str
     redis_url: str
     shards: int | None
+    folder: Path | None = None
+    """Of the run, where it is known."""
+
+    def read_settings(self) -> dict[str, Any] | None:
+        """What the run's config.yaml says, without where its Redis is; None: no folder is known."""
+        if self.folder is None:
+            return None
+        return _without_redis(settings.load(self.folder / "config.yaml").model_dump(mode="json"))
 
 
 @contextmanager
@@ -60,10 +72,10 @@ def open_place(
     count = config.replay.shards if shards is None else shards
     url = redis_url or _url_of(config)
     if url is not None:
-        yield Place(run_id, url, count)
+        yield Place(run_id, url, count, folder)
         return
     with open_own_redis(folder) as own:
-        yield Place(run_id, own, count)
+        yield Place(run_id, own, count, folder)
 
 
 @contextmanager
@@ -83,6 +95,66 @@ def open_target(folder: Path | None, redis_url: str | None, environment: Mapping
             "--into with the folder of a run"
         )
     yield named
+
+
+def settings_for(folder: Path, manifest: Manifest, run_id: str) -> settings.Config | None:
+    """What config.yaml has to say in the folder that an archive is imported into; None: what it says is right.
+
+    Where the archive carries no settings, those are the defaults, but for what is known.
+
+    Raises:
+        ConflictError: it is the folder of another run, or of a run with another number of shards.
+        ConfigError: its run keeps its record in another Redis, or is not found by the name of the folder.
+    """
+    if (folder / "config.yaml").is_file():
+        there = settings.load(folder / "config.yaml")
+        there_id = there.run.id or folder.name
+        if there_id != run_id:
+            raise ConflictError(
+                f"{folder} is the folder of run {there_id!r}: expected that of run {run_id!r} or a new one, such as "
+                f"--into {folder.parent / run_id}"
+            )
+        if there.replay.shards != manifest.shards:
+            raise ConflictError(
+                f"{folder}/config.yaml has replay.shards {there.replay.shards}: expected {manifest.shards}, as the "
+                "archive has; choose a new run and folder by --as and --into"
+            )
+        url = there.replay.redis_address()
+        if url is not None:
+            raise ConfigError(
+                f"the run of {folder} keeps its record in Redis at {settings.redact_url(url)}: name that by "
+                "--redis-url, instead of --into"
+            )
+        return None
+    if folder.resolve().name != run_id:
+        raise ConfigError(
+            f"--into {folder}: expected a folder named {run_id}, since a run lies in one of its name; "
+            f"such as --into {folder.parent / run_id}"
+        )
+    tree = _without_redis(manifest.settings or {})
+    tree["run"] = {**_section(tree, "run"), "id": run_id, "directory": str(folder.parent)}
+    tree["replay"] = {**_section(tree, "replay"), "shards": manifest.shards}
+    if manifest.settings is None:
+        tree["collector"] = {"count": max(settings.Config().collector.count, manifest.shards)}
+    return settings.build(tree, source="the settings in the archive")
+
+
+def begin_folder(folder: Path, config: settings.Config, manifest: Manifest) -> None:
+    """Make the folder that of a run: its config.yaml, and what its learner has to know of the collectors before it."""
+    members: dict[int, int] = {}
+    for table in manifest.tables:
+        for position in table.positions:
+            index = position.collector_index
+            members[index] = max(members.get(index, 0), position.incarnation)
+    # A collector whose incarnation came again would have its first blocks taken for those that are there already.
+    ledger = EndpointLedger.open(folder)
+    try:
+        ledger.write_members({COLLECTOR: members})
+    finally:
+        ledger.close()
+    partial = folder / "config.yaml.tmp"
+    partial.write_text(settings.dump(config), encoding="utf-8")
+    os.replace(partial, folder / "config.yaml")
 
 
 @contextmanager
@@ -155,6 +227,15 @@ def folder_of(run: str) -> Path | None:
     if Path(run).is_dir() or "/" in run:
         raise NotFoundError(f"{run} is no folder of a run: expected its config.yaml there, or the id of a run")
     return None
+
+
+def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    section = tree.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _without_redis(tree: dict[str, Any]) -> dict[str, Any]:
+    return {**tree, "replay": {**_section(tree, "replay"), "redis_url": None, "redis_password_file": None}}
 
 
 def _url_of(config: settings.Config) -> str | None:

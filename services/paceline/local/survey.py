@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from paceline.config import redact_url
+from paceline.config.models import SHARD
 from paceline.replay.archive_format import Manifest
 from paceline.replay.record import RunRecord, TableSurvey
 
@@ -55,6 +58,30 @@ def describe_archive(manifest: Manifest, what: str) -> str:
     damaged = sum(table.damaged_blocks for table in manifest.tables)
     left_out = f"; {damaged} damaged block(s) left out" if damaged else ""
     return f"run {manifest.run_id}: {rows} rows in {blocks} blocks, {size} bytes, {what}{left_out}"
+
+
+def describe_use(manifest: Manifest, run_id: str, *, folder: Path | None, redis_url: str | None) -> str:
+    """The commands that use what was imported into the folder of a run, or into the Redis of `redis_url`."""
+    shards = "" if manifest.shards == 1 else f" replay.shards={manifest.shards}"
+    if folder is None:
+        url = None if redis_url is None else redact_url(redis_url)
+        look = "" if url is None else f" --redis-url {url}"
+        look += f" --shards {manifest.shards}" if SHARD in (url or "") else ""
+        serve = "" if url is None else f" replay.redis_url={url}"
+        each = f"{shards} --shard 0 (to {manifest.shards - 1})" if shards else ""
+        return (
+            f"look at it: paceline replay inspect {run_id}{look}\n"
+            f"serve it, with the settings of run {manifest.run_id} as CONFIG: "
+            f"paceline replay CONFIG run.id={run_id}{serve} --resume{each}"
+        )
+    look = f"look at it: paceline replay inspect {folder}"
+    if manifest.settings is None:
+        return (
+            f"{look}\nthe archive has no settings, so the folder has the defaults; go on with it, with the settings of "
+            f"run {manifest.run_id} as CONFIG: "
+            f"paceline train CONFIG run.id={run_id} run.directory={folder.parent}{shards} --resume"
+        )
+    return f"{look}\ngo on with it: paceline train {folder} --resume"
 
 
 def _as_dict(table: TableSurvey) -> dict[str, Any]:

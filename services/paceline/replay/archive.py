@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from paceline import __version__
 from paceline.errors import ConflictError, PacelineError
@@ -37,8 +37,14 @@ SPOOL_BYTES = 16 << 20
 """Of each list, before it goes to a temporary file."""
 
 
-def export_run(record: RunRecord, path: Path, *, progress: Progress) -> Manifest:
+def export_run(
+    record: RunRecord, path: Path, *, progress: Progress, settings: dict[str, Any] | None = None
+) -> Manifest:
     """Write the record of a run to `path`, which appears when it is whole; a replay process may be at work meanwhile.
+
+    Args:
+        settings: of the run, which travel with it.
+        progress: bytes of payloads. A table that cannot be read is left out, and `record.problems` says why.
 
     Raises:
         ConflictError: there is such a file, or the record is of another format.
@@ -51,7 +57,7 @@ def export_run(record: RunRecord, path: Path, *, progress: Progress) -> Manifest
     try:
         with partial.open("wb") as file:
             with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-                manifest = _write_archive(record, tar, progress)
+                manifest = _write_archive(record, tar, progress, settings)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -64,7 +70,9 @@ def export_run(record: RunRecord, path: Path, *, progress: Progress) -> Manifest
     return manifest
 
 
-def _write_archive(record: RunRecord, tar: tarfile.TarFile, progress: Progress) -> Manifest:
+def _write_archive(
+    record: RunRecord, tar: tarfile.TarFile, progress: Progress, settings: dict[str, Any] | None
+) -> Manifest:
     tables: list[TableEntry] = []
     done, logs = 0, record.tables()
     total = sum(log.payload_bytes() for _, _, log in logs)
@@ -77,7 +85,7 @@ def _write_archive(record: RunRecord, tar: tarfile.TarFile, progress: Progress) 
     for shard, name, log in logs:
         # Pages first: none of them then speaks of a row that the counters do not know of.
         pages = dict(log.read_pages())
-        state = log.read_state()
+        state = record.read_state(log)
         if state is not None:
             tables.append(_write_table(tar, f"tables/{len(tables)}", name, shard or 0, log, state, pages, count))
     progress(total, total)
@@ -88,6 +96,7 @@ def _write_archive(record: RunRecord, tar: tarfile.TarFile, progress: Progress) 
         exported_at=time.time(),
         shards=len(record.stores),
         tables=tables,
+        settings=settings,
     )
     data = manifest.model_dump_json(indent=1).encode()
     _add(tar, "manifest.json", data)

@@ -3,7 +3,8 @@
     tables/0/blocks/<first row>   the payload of a block, as its collector sent it
     tables/0/index.jsonl          a line for each block: its rows, its BlockHeader, size and SHA-256 of its payload
     tables/0/pages.jsonl          a line for each page of priorities and times sampled
-    manifest.json                 format, run, and of each table: columns, counters, positions, SHA-256 of both lists
+    manifest.json                 format, run, its settings, and of each table: columns, counters, positions, SHA-256 of
+                                  both lists
     manifest.json.sha256          of the manifest
 
 It is a plain, uncompressed tar, and any program for those lists it and unpacks it.
@@ -17,7 +18,7 @@ import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Annotated, TypeVar
+from typing import IO, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -129,6 +130,8 @@ class Manifest(_Model):
     """Seconds since 1970."""
     shards: Annotated[int, Field(ge=1, le=256)]
     tables: Annotated[list[TableEntry], Field(max_length=1 << 14)]
+    settings: dict[str, Any] | None = None
+    """Of the run, where the export knew its folder: the tree of its config.yaml, without where its Redis was."""
 
     @property
     def payload_bytes(self) -> int:

@@ -8,11 +8,12 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from paceline.errors import ConflictError, InvalidInputError, NotFoundError, PacelineError
 from paceline.replay.archive_format import ArchiveReader, BlockEntry, Manifest, PageEntry, TableEntry
 from paceline.replay.log import PAGE_STEP, BlockWrite, LoggedBlock, LogState, RedisLog
-from paceline.replay.record import Progress, check_block, open_stores, remove_keys, require_empty
+from paceline.replay.record import Progress, check_block, open_stores, remove_keys, require_empty, write_note
 from paceline.replay.store import FORMAT, RedisStore
 from paceline.rows import MAX_BLOCK_BYTES
 from paceline.tables.pages import PAGE, PAGE_ROWS
@@ -20,6 +21,12 @@ from paceline.v1 import rows_pb2
 
 IMPORTING = "being imported"
 """The format of a record until it is whole, so that no replay process takes it for one."""
+
+
+def read_manifest(path: Path) -> Manifest:
+    """What an archive says of itself; its blocks are not read. Raises NotFoundError, InvalidInputError."""
+    with _open(path) as file:
+        return ArchiveReader(path, file).read_manifest()
 
 
 def import_run(path: Path, url: str, *, run_id: str | None = None, progress: Progress) -> Manifest:
@@ -36,13 +43,7 @@ def import_run(path: Path, url: str, *, run_id: str | None = None, progress: Pro
         ConflictError: Redis has something of the run.
         PacelineError: Redis failed or is full; what had been written is removed again where it still can be.
     """
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise NotFoundError(
-            f"{path} cannot be read: {error}; expected a file that `paceline replay export` wrote"
-        ) from error
-    with file:
+    with _open(path) as file:
         archive = ArchiveReader(path, file)
         manifest = archive.read_manifest()
         total, done = 2 * sum(table.payload_bytes for table in manifest.tables), 0
@@ -60,6 +61,15 @@ def import_run(path: Path, url: str, *, run_id: str | None = None, progress: Pro
             for store in stores:
                 store.close()
     return manifest
+
+
+def _open(path: Path) -> IO[bytes]:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise NotFoundError(
+            f"{path} cannot be read: {error}; expected a file that `paceline replay export` wrote"
+        ) from error
 
 
 def _verify(archive: ArchiveReader, manifest: Manifest) -> Iterator[int]:
@@ -128,6 +138,7 @@ def _write_record(archive: ArchiveReader, manifest: Manifest, stores: Sequence[R
             if not store.command("HSETNX", store.key("meta"), "format", IMPORTING):
                 raise ConflictError("another process has begun the same run in Redis meanwhile; choose another id")
             begun.append(store)
+            write_note(store, manifest.shards)
             store.command("SET", store.key("owner"), store.token)
         for number, table in enumerate(manifest.tables):
             yield from _write_table_record(archive, number, table, RedisLog(stores[table.shard], table.name))

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from paceline.errors import PacelineError, ReplacedError, RowSpecError, UnavailableError
+from paceline.errors import ConflictError, ReplacedError, RowSpecError, UnavailableError
 from paceline.replay.link import Argument
 from paceline.replay.scripts import BEGIN, CLEAR, COMMIT, READ, RESTATE, SAVE
 from paceline.replay.store import FORMAT, RedisStore
@@ -30,6 +31,8 @@ INDEX_STEP = 1000
 """Entries of the index, and payloads that leave, in one command at most."""
 PAGE_STEP = 256
 """Pages of priorities in one command at most: half a megabyte."""
+
+_COUNTS = ("inserted", "sampled", "consumed", "dropped", "payload_bytes")
 
 
 class OutOfStepError(UnavailableError):
@@ -110,6 +113,7 @@ class RedisLog:
 
     def __init__(self, store: RedisStore, table: str) -> None:
         self._store, self._table = store, table
+        self._holds_all = False
         self._owner, self._meta = store.key("owner"), store.key("meta")
         self._spec, self._state, self._positions, self._blocks, self._pages = (
             store.key("table", table, part) for part in ("spec", "state", "positions", "blocks", "pages")
@@ -122,23 +126,32 @@ class RedisLog:
         return self._store.fenced.is_set()
 
     def read_state(self) -> LogState | None:
-        """What the record says at one moment, or None where there is none of this table, or no owner of the run."""
-        keys = [self._owner, self._spec, self._state, self._positions]
-        owner, spec, state, positions = self._store.read_by_script(READ, keys)
-        fields = dict(zip(state[::2], state[1::2], strict=True))
-        if spec is None or not fields or owner is None:
+        """What the record says at one moment, or None where there is none of this table, or no owner of the run.
+
+        Raises:
+            ConflictError: the record is there and says not all that it should, or what cannot be. (None, where part of
+                it is gone and this process has stored blocks: it has all rows in memory, and makes the record anew.)
+        """
+        owner, spec, fields, positions = self._read_state()
+        if owner is not None and (spec is None or not fields) and self._has_traces(spec, fields):
+            # Another process may have begun the table just now.
+            owner, spec, fields, positions = self._read_state()
+            if not self._holds_all and (spec is None or not fields):
+                missing = self._spec if spec is None else self._state
+                raise self._damaged(missing, "is missing while other keys of the table are there")
+        if owner is None or spec is None or not fields:
             return None
+        limiter, numbers = fields.get(b"limiter"), {name: self._parse_count(fields, name) for name in _COUNTS}
+        if limiter is None:
+            raise self._damaged(self._state, "has no field 'limiter'", "the limiter's settings as JSON")
         return LogState(
-            row_spec=_parse_spec(spec),
-            limiter_json=fields.get(b"limiter", b"").decode(),
-            inserted=int(fields[b"inserted"]),
-            sampled=int(fields[b"sampled"]),
-            consumed=int(fields[b"consumed"]),
-            dropped=int(fields[b"dropped"]),
-            positions={
-                int(collector): Position(*map(int, value.split()))
-                for collector, value in zip(positions[::2], positions[1::2], strict=True)
-            },
+            row_spec=self._parse_spec(spec),
+            limiter_json=limiter.decode(errors="replace"),
+            inserted=numbers["inserted"],
+            sampled=numbers["sampled"],
+            consumed=numbers["consumed"],
+            dropped=numbers["dropped"],
+            positions=dict(starmap(self._parse_position, positions)),
         )
 
     def begin(self, state: LogState) -> None:
@@ -160,6 +173,7 @@ class RedisLog:
         ]
         keys = [self._owner, self._meta, self._spec, self._state, self._positions, self._blocks, self._pages]
         self._store.run_script(BEGIN, keys, arguments)
+        self._holds_all = True
 
     def append(self, writes: Sequence[BlockWrite]) -> int:
         """Store blocks in order, each with what leaves for it and the counters, in one step; how many were stored.
@@ -197,6 +211,7 @@ class RedisLog:
                 f"collector {header.collector_index}: a newer incarnation than {header.collector_incarnation} took over"
             )
         _require_in_step(word)
+        self._holds_all = True
         return int(count or 0)
 
     def save(
@@ -292,6 +307,50 @@ class RedisLog:
                 return
             first_row, start = index[-1].end_row, b"(" + entries[-1][0]
 
+    def _read_state(
+        self,
+    ) -> tuple[bytes | None, bytes | None, dict[bytes, bytes], list[tuple[bytes, bytes]]]:
+        """Owner, spec, the fields of the state, and the positions by collector."""
+        keys = [self._owner, self._spec, self._state, self._positions]
+        owner, spec, state, positions = self._store.read_by_script(READ, keys)
+        fields = dict(zip(state[::2], state[1::2], strict=True))
+        return owner, spec, fields, list(zip(positions[::2], positions[1::2], strict=True))
+
+    def _has_traces(self, spec: bytes | None, fields: Mapping[bytes, bytes]) -> bool:
+        """Whether anything says that the table was begun."""
+        if spec is not None or fields:
+            return True
+        begun = self._store.command("HGET", self._meta, f"table:{self._table}")
+        return begun is not None or self.block_count() > 0 or self.page_count() > 0
+
+    def _parse_spec(self, data: bytes) -> RowSpec:
+        try:
+            return row_spec_from_wire(rows_pb2.RowSpec.FromString(data))
+        except (DecodeError, RowSpecError) as error:
+            raise self._damaged(self._spec, f"is unreadable ({error})", "a RowSpec") from error
+
+    def _parse_count(self, fields: Mapping[bytes, bytes], name: str) -> int:
+        text = fields.get(name.encode())
+        if text is None or not text.isdigit():
+            problem = f"has no field {name!r}" if text is None else f"has {_shown(text)} as its field {name!r}"
+            raise self._damaged(self._state, problem, "a count of rows or bytes")
+        return int(text)
+
+    def _parse_position(self, collector: bytes, text: bytes) -> tuple[int, Position]:
+        numbers = text.split()
+        if not collector.isdigit() or len(numbers) != 3 or not all(number.isdigit() for number in numbers):
+            problem = f"has {_shown(text)} as its field {_shown(collector)}"
+            expected = "by the collector's index: incarnation, sequence and rows of its last block"
+            raise self._damaged(self._positions, problem, expected)
+        return int(collector), Position(*map(int, numbers))
+
+    def _damaged(self, key: bytes, problem: str, expected: str = "a whole record") -> ConflictError:
+        return ConflictError(
+            f"the record of table {self._table!r} is damaged: {key.decode()} {problem}; expected {expected}. Nothing "
+            "was changed: put that back, or save the other tables by `paceline replay export RUN FILE`, then begin "
+            "anew with `paceline replay delete RUN`"
+        )
+
     def _read_steps(self, first_row: int) -> Iterator[list[LoggedBlock]]:
         rows_in_step = 1  # one block, to learn how large rows are here
         entries = self.read_index(first_row)
@@ -335,12 +394,9 @@ def _state_arguments(state: LogState) -> list[bytes]:
     return arguments
 
 
+def _shown(data: bytes) -> str:
+    return repr(data[:80].decode(errors="replace"))
+
+
 def _digits(*values: int) -> list[bytes]:
     return [b"%d" % value for value in values]
-
-
-def _parse_spec(data: bytes) -> RowSpec:
-    try:
-        return row_spec_from_wire(rows_pb2.RowSpec.FromString(data))
-    except (DecodeError, RowSpecError) as error:
-        raise PacelineError(f"the row spec in Redis is damaged: {error}; start the run anew") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -22,6 +22,7 @@ from paceline.errors import (
 from paceline.health import Health
 from paceline.process import StopSignal
 from paceline.replay.metrics import ReplayMetrics
+from paceline.replay.record import note_shards
 from paceline.replay.service import SERVICE, ReplayService
 from paceline.replay.store import RedisStore
 from paceline.replay.tables import Tables
@@ -48,7 +49,7 @@ def run(config: Config, *, resume: bool, stop: StopSignal, shard: int = 0) -> No
 
     Raises:
         ConfigError: no redis_url, a wrong password, an evicting policy, a limiter window that is too small.
-        ConflictError: the run id is in use and `resume` is False.
+        ConflictError: the run id is in use and `resume` is False, or its record has another number of shards.
         PortTakenError: an address cannot be owned.
         ReplacedError: another replay process took the run over.
         UnavailableError: Redis cannot be reached within `replay.redis_start_seconds` of the start; StoreFullError,
@@ -92,7 +93,7 @@ def run(config: Config, *, resume: bool, stop: StopSignal, shard: int = 0) -> No
         stack.callback(service.drain)
         stack.callback(serve_metrics(registry, config.replay.metrics_listen, "replay", health).close)
         waiting = _Waiting(store, health, stop, config.replay.redis_start_seconds)
-        if not waiting.until(lambda: _claim(store, resume=resume)) or not waiting.until(tables.load):
+        if not waiting.until(lambda: _claim(store, config, shard, resume=resume)) or not waiting.until(tables.load):
             return
         metrics.redis_available.set(1)
 
@@ -105,9 +106,10 @@ def run(config: Config, *, resume: bool, stop: StopSignal, shard: int = 0) -> No
             _keep_records(tables, store, server, health, metrics, stop)
 
 
-def _claim(store: RedisStore, *, resume: bool) -> None:
+def _claim(store: RedisStore, config: Config, shard: int, *, resume: bool) -> None:
     """Check Redis and take the run over."""
     store.check()
+    note_shards(store, config.run_id, config.replay.shards, shard)
     if not store.claim(resume=resume) and resume:
         get_logger().warning("nothing_to_resume", meaning="Redis has no record of this run; it begins anew")
 
@@ -190,6 +192,10 @@ def _keep_records(
     while not stop.wait(KEEP_SECONDS):
         health.turn()
         error = _keep_once(tables)
+        with suppress(PacelineError):  # of a Redis that is away nothing new is known
+            used, maximum = store.read_memory()
+            metrics.redis_used_bytes.set(used)
+            metrics.redis_max_bytes.set(maximum)
         if store.fenced.is_set():
             raise ReplacedError("another replay process has taken this run over; this one stops")
         if error is not None and type(error).__name__ != problem:

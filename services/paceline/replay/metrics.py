@@ -160,6 +160,8 @@ class ReplayMetrics:
             buckets=SECONDS_BUCKETS,
             registry=registry,
         )
+        self.redis_used_bytes = gauge("redis_used_bytes", "Memory that Redis uses, whatever for.")
+        self.redis_max_bytes = gauge("redis_max_bytes", "Redis' maxmemory; 0 where it has none.")
         self.redis_available = gauge("redis_available", "Whether Redis takes commands; 0 is bad: appends wait for it.")
         self.streams = gauge("open_streams", "Streams open now; at replay.max_streams further ones are refused.", "rpc")
         self.restore_seconds = gauge("restore_seconds", "How long the restore from Redis took when this process began.")

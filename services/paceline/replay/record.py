@@ -31,6 +31,30 @@ WATCH_SECONDS = 3.0
 REMOVE_STEP = 64
 """Keys that one command removes: of large blocks, a tenth of a second's work for Redis."""
 MAX_SHARDS = 256
+SHARDS_FIELD = "shards"
+"""Of ...:meta: how many shards the run has."""
+
+
+@dataclass(frozen=True)
+class FoundShards:
+    """What one Redis has of a run, in either form: under keys of its one shard, and under those of several."""
+
+    single: bool = False
+    """Whether there is a record of one shard."""
+    present: frozenset[int] = frozenset()
+    """Numbers of the shards of a record of several."""
+    noted: int | None = None
+    """How many of them there are, as it says itself."""
+
+    @property
+    def several(self) -> int | None:
+        """How many shards the record of several has, at least where it does not say so; None: there is none."""
+        return max(2, self.noted or 0, max(self.present) + 1) if self.present else None
+
+    @property
+    def counts(self) -> list[int]:
+        """The number of shards of each record of the run: mostly one."""
+        return [*([1] if self.single else []), *([self.several] if self.several else [])]
 
 
 @dataclass(frozen=True)
@@ -71,20 +95,36 @@ class RunRecord:
             shards: how many there are; None: find out, where all lie in one Redis.
 
         Raises:
-            NotFoundError: there is no record of the run.
-            ConflictError: it has another format. ConfigError, UnavailableError: as RedisStore.
+            NotFoundError: there is no record of the run, or none of so many shards.
+            ConflictError: there are two, and `shards` does not say which. ConfigError, UnavailableError: as RedisStore.
         """
         self.run_id = run_id
+        self.problems: list[str] = []
+        """What keeps tables from being read, as far as `survey` or an export came across it."""
+        if shards is None and SHARD in url:
+            raise ConfigError(f"the Redis URL has {SHARD} in it: say how many shards there are, as --shards 2")
+        found = _find_all_shards(url, run_id, shards or 1)
         if shards is None:
-            if SHARD in url:
-                raise ConfigError(f"the Redis URL has {SHARD} in it: say how many shards there are, as --shards 2")
-            shards = _count_shards(url, run_id)
+            if len(found.counts) > 1:
+                raise ConflictError(
+                    f"Redis has two records of run {run_id!r}, one of 1 shard and one of {found.several}: "
+                    f"expected a word on which, as --shards 1 or --shards {found.several}"
+                )
+            shards = found.counts[0] if found.counts else 1
         self.stores = open_stores(url, run_id, shards)
+        self.other_counts = [count for count in found.counts if count > shards or count == 1 < shards]
+        """The number of shards of a record that the run has beside this one, or that has more than were asked for."""
         try:
             formats = [_read_format(store) for store in self.stores]
             if not any(formats):
+                where = f"in Redis at {self.stores[0].shown}"
+                if self.other_counts:
+                    raise NotFoundError(
+                        f"no record of run {run_id!r} with {shards} shard(s) {where}, but one with "
+                        f"{self.other_counts[0]}: expected --shards {self.other_counts[0]}"
+                    )
                 raise NotFoundError(
-                    f"no record of run {run_id!r} in Redis at {self.stores[0].shown}: expected one; "
+                    f"no record of run {run_id!r} {where}: expected one; "
                     "see whether the id, the URL, its database number and the number of shards are right"
                 )
         except BaseException:
@@ -109,6 +149,23 @@ class RunRecord:
             for name in _table_names(store)
         ]
 
+    def others(self) -> list[str]:
+        """A sentence on each of `other_counts`."""
+        return [
+            f"run {self.run_id!r} has another record in Redis, of {count} shard(s), which is not part of this one: see "
+            f"it by --shards {count}"
+            for count in self.other_counts
+        ]
+
+    def read_state(self, log: RedisLog) -> LogState | None:
+        """As `log` has it; None, too, where it is damaged, which `problems` then tells."""
+        try:
+            return log.read_state()
+        except ConflictError as error:
+            if str(error) not in self.problems:
+                self.problems.append(str(error))
+            return None
+
     def owners(self) -> list[str | None]:
         """The token of the process that owns each shard: the one that took it over last, at work or not."""
         owners = [store.command("GET", store.key("owner")) for store in self.stores]
@@ -120,7 +177,7 @@ class RunRecord:
         total = sum(log.payload_bytes() for _, _, log in logs)
         surveys, done = [], 0
         for shard, name, log in logs:
-            state = log.read_state()
+            state = self.read_state(log)
             if state is None:
                 continue
             index = list(log.read_index())
@@ -272,26 +329,100 @@ def _table_names(store: RedisStore) -> list[str]:
     return sorted(field.decode().removeprefix("table:") for field in fields if field.startswith(b"table:"))
 
 
-def _count_shards(url: str, run_id: str) -> int:
-    """1, or as many as there are from shard 0 on."""
+def find_shards(store: RedisStore, run_id: str) -> FoundShards:
+    """Which records of a run the Redis of `store` has, whatever shard the store itself is of."""
+    single, noted = _read_note(store, _meta_key(run_id, None))[0], 0
+    present = set()
+    for shard in range(MAX_SHARDS):
+        is_there, count = _read_note(store, _meta_key(run_id, shard))
+        if is_there:
+            present.add(shard)
+            noted = max(noted, count)
+    return FoundShards(single, frozenset(present), noted or None)
 
-    def is_there(shard: int | None) -> bool:
-        store = RedisStore(url, run_id, deadline_seconds=DEADLINE_SECONDS, shard=shard)
+
+def require_shards(store: RedisStore, run_id: str, shards: int, *, shard: int | None = None) -> FoundShards:
+    """What the Redis of `store` has of a run: nothing, or a record of so many shards.
+
+    Without the word of a record, a shard that is away counts for nothing: its Redis may be another, or have lost it.
+    A missing `shard` (None: any) beside others of a record that does not say how many it has is taken for a new one.
+
+    Raises:
+        ConflictError: it is of another number of shards; the rows would stay behind.
+    """
+    found = find_shards(store, run_id)
+    if found.single or found.present:
+        several, begun = found.several or 0, 1
+        if shards == 1:
+            fits, begun = found.single, several
+        elif found.present:
+            new = found.noted is None and shard is not None and shard not in found.present
+            fits, begun = several <= shards and not new and found.noted in (None, shards), several
+        else:
+            fits = False
+        if not fits:
+            raise ConflictError(
+                f"the record of run {run_id!r} in Redis at {store.shown} has {begun} shard(s) and replay.shards is "
+                f"{shards}: expected replay.shards={begun}, as when it began; or choose another run.id, or remove the "
+                f"record by `paceline replay delete {run_id} --shards {begun}`"
+            )
+    return found
+
+
+def note_shards(store: RedisStore, run_id: str, shards: int, shard: int) -> None:
+    """To be called before a shard's record is claimed: a new one gets to say how many shards the run has.
+
+    Raises:
+        ConflictError: as `require_shards`. UnavailableError and other errors of Redis: as RedisStore.command.
+    """
+    found = require_shards(store, run_id, shards, shard=shard)
+    if not (found.single if shards == 1 else shard in found.present):
+        with suppress(StoreFullError):  # the keys alone tell it then
+            write_note(store, shards)
+
+
+def write_note(store: RedisStore, shards: int) -> None:
+    """Have a record that is about to begin say how many shards its run has."""
+    store.command("HSET", store.key("meta"), SHARDS_FIELD, shards)
+
+
+def _find_all_shards(url: str, run_id: str, shards: int) -> FoundShards:
+    """Which records of a run there are, in the Redis of each shard where each has its own."""
+    found: list[FoundShards] = []
+    for shard in range(shards if SHARD in url else 1):
+        store = RedisStore(url.replace(SHARD, str(shard)), run_id, deadline_seconds=DEADLINE_SECONDS)
         try:
-            return bool(_read_format(store))
+            found.append(find_shards(store, run_id))
         finally:
             store.close()
+    return FoundShards(
+        any(each.single for each in found),
+        frozenset().union(*(each.present for each in found)),
+        max((each.noted or 0 for each in found), default=0) or None,
+    )
 
-    if is_there(None):
-        return 1
-    return max(1, next((shard for shard in range(MAX_SHARDS) if not is_there(shard)), MAX_SHARDS))
+
+def _meta_key(run_id: str, shard: int | None) -> bytes:
+    return f"paceline:{{{run_id if shard is None else f'{run_id}:{shard}'}}}:meta".encode()
+
+
+def _read_note(store: RedisStore, key: bytes) -> tuple[bool, int]:
+    """Whether a record is there, and how many shards it says that its run has; 0: it does not say."""
+    try:
+        entries = store.command("HGETALL", key)
+    except ConfigError:  # a user of Redis that may see the run's own keys alone
+        return False, 0
+    fields = dict(zip(entries[::2], entries[1::2], strict=True))
+    count = fields.get(SHARDS_FIELD.encode(), b"")
+    return b"format" in fields, int(count) if count.isdigit() else 0
 
 
 def require_empty(stores: Sequence[RedisStore], run_id: str) -> None:
-    """Raise ConflictError if Redis has any key of the run."""
+    """Raise ConflictError if Redis has any key of the run, or a record of it with another number of shards."""
     for store in stores:
+        is_there = bool(find_shards(store, run_id).counts)
         for keys in scan(store):
-            if keys:
+            if keys or is_there:
                 raise ConflictError(
                     f"run id {run_id!r} has a record in Redis at {store.shown} already: expected none; "
                     f"choose another id, as --as NEW_RUN, or remove it by `paceline replay delete {run_id}`"

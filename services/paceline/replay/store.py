@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.errors import ConfigError, ConflictError, PacelineError, ReplacedError, UnavailableError
 from paceline.replay.durability import describe_durability, parse_info
@@ -16,6 +16,13 @@ from paceline.telemetry import get_logger
 
 FORMAT = "2"
 """Of the keys and values in Redis; a record of another format is refused."""
+
+
+class RedisMemory(NamedTuple):
+    """Bytes that a Redis uses, whatever for, and may use; 0: any number."""
+
+    used: int
+    maximum: int
 
 
 class RedisStore:
@@ -104,9 +111,10 @@ class RedisStore:
             say = get_logger().info if durability.keeps_rows else get_logger().warning
             say("redis_checked", **checked)
 
-    def read_maxmemory(self) -> int:
-        """Bytes that Redis may fill; 0: any number. Raises UnavailableError while it is away."""
-        return int(parse_info(self.command("INFO", "memory")).get("maxmemory", 0))
+    def read_memory(self) -> RedisMemory:
+        """How much of its memory Redis uses. Raises UnavailableError while it is away."""
+        memory = parse_info(self.command("INFO", "memory"))
+        return RedisMemory(int(memory.get("used_memory", 0)), int(memory.get("maxmemory", 0)))
 
     def claim(self, *, resume: bool) -> bool:
         """Take the run's keys over from whatever process had them; whether the run was there before.

@@ -171,7 +171,7 @@ class Tables:
         """Say that Redis will be full before the tables are, of which table `name` was opened last."""
         maxmemory = 0
         with suppress(PacelineError):  # rows matter more than a warning
-            maxmemory = self._store.read_maxmemory()
+            maxmemory = self._store.read_memory().maximum
         needed = sum(self._full_bytes(table) for table in self._open.values())
         if 0 < maxmemory < needed:
             get_logger().warning(

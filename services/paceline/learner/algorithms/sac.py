@@ -122,8 +122,9 @@ class Sac:
         return figures, None if batch.weight is None else td_priority(q, target)
 
     def _discount(self, batch: TransitionBatch) -> float | Tensor:
+        # Whatever n_step says now: rows of the settings before a resume span as many steps as they did.
         gamma = self._settings.gamma
-        if self._settings.n_step == 1 or batch.step_count is None:
+        if batch.step_count is None:
             return gamma
         return torch.pow(gamma, batch.step_count.to(batch.reward.dtype))
 
