@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,33 @@ def test_a_service_has_a_health_check_that_its_image_can_run(name):
     else:
         assert test[0] == "CMD"
         assert test[1] in {"promtool", "wget"}
+
+
+@pytest.mark.parametrize(
+    ("ping", "loading", "is_well"),
+    [
+        ("PONG", "loading:0", True),
+        ("LOADING Redis is loading the dataset in memory", "loading:0", False),
+        ("PONG", "loading:1", False),
+        ("NOAUTH Authentication required.", "NOAUTH Authentication required.", False),
+        ("", "", False),
+    ],
+)
+def test_redis_is_well_when_it_says_pong_and_has_loaded_whatever_redis_cli_exits_with(tmp_path, ping, loading, is_well):
+    # The client ends with 0 in each of these states.
+    client = tmp_path / "redis-cli"
+    client.write_text(f'#!/bin/sh\n[ "$1" = ping ] && echo "{ping}" || printf "# Persistence\\r\\n{loading}\\r\\n"\n')
+    client.chmod(0o755)
+    kind, command = SERVICES["redis"]["healthcheck"]["test"]
+    assert kind == "CMD-SHELL"
+    done = subprocess.run(
+        ["/bin/sh", "-c", command.replace("$$", "$")],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode == 0) is is_well
 
 
 @each_service
