@@ -16,7 +16,7 @@ from paceline.replay.log import BlockWrite, LogState
 from paceline.replay.main import run
 from paceline.replay.metrics import ReplayMetrics
 from paceline.replay.service import SERVICE, ReplayService
-from paceline.replay.store import RedisStore
+from paceline.replay.store import RedisMemory, RedisStore
 from paceline.rpc.server import Server
 from paceline.telemetry import configure_logging
 from replay_bench.runs import RUN, TABLE, make_config
@@ -60,6 +60,9 @@ class ForgetfulStore(RedisStore):
 
     def command(self, *arguments: Argument) -> None:
         pass
+
+    def read_memory(self) -> RedisMemory:
+        return RedisMemory(used=0, maximum=0)
 
 
 class ForgetfulLog:
