@@ -208,7 +208,7 @@ class _Training:
         settings, table = self._config.learner, self._config.replay.tables[self._config.learner.table]
         start = self._start.beside(inserted_rows, table.limiter.min_rows)
         if table.queue:
-            # Its last rows may all be consumed: then there is no batch to learn from that the run is at its end.
+            # Its last rows may all be consumed: then no batch comes to learn from how far the run is.
             start = replace(start, environment_steps=inserted_rows + start.step_offset)
         source.set_policy_version(start.policy_version)
         loop = Loop(
