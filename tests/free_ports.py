@@ -7,8 +7,9 @@ import os
 import socket
 
 # Below what Linux gives to those who ask for any port (32768 and up): between its choice and its use, none of these is
-# given to somebody else. Tests that run at the same time share them out, for one may choose what another has chosen.
-_FIRST, _COUNT = 10_000, 22_000
+# given to somebody else, and `paceline train` gives its services higher ones. Tests that run at the same time share
+# them out, for one may choose what another has chosen.
+_FIRST, _COUNT = 10_000, 10_000
 _PARTS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _PART = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _PART_COUNT = _COUNT // _PARTS

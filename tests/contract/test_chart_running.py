@@ -7,7 +7,6 @@ import itertools
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ import yaml
 from cryptography import x509
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from free_ports import free_port
 from helm_chart import CERT_MANAGER, CHART, NAMESPACE, RELEASE, ROOT, Rendered, component, containers, render
 from integration.waiting import wait_until
 from kubernetes_api import KubernetesApi
@@ -240,13 +240,6 @@ class BundledRedis:
         for there, here in (("/etc/redis", ""), ("/data", "/data"), ("/tmp/certificate", "/certificate")):
             text = text.replace(there, f"{self.folder}{here}")
         return text.replace("6379", str(self._port))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def test_the_bundled_redis_keeps_everything_and_admits_only_who_knows_the_password(tmp_path: Path) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -16,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e.harness import PACELINE, ROOT, SMALL, records_of
+from free_ports import free_port
 
 RUN = "apart"
 ROLES = ("replay", "learner", "collector", "evaluator")
@@ -39,7 +37,7 @@ class Services:
         self.folder = folder / RUN
         self.redis_url = redis_url
         self._logs = folder
-        ports = free_ports(len(_PORTS))
+        ports = [free_port() for _ in _PORTS]
         self.settings: dict[str, str] = {}
         for (listen, address), port in zip(_PORTS.items(), ports, strict=True):
             self.settings[listen] = f"127.0.0.1:{port}"
@@ -141,14 +139,3 @@ class Services:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
                 process.wait()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, all different, below those that the kernel gives to connections by itself."""
-    found: list[int] = []
-    for port in random.sample(range(10_000, 32_000), 22_000):
-        if len(found) == count:
-            return found
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found.append(port)
-    raise AssertionError(f"{len(found)} free ports: expected {count}")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from e2e.apart import Services, free_ports
+from e2e.apart import Services
 from e2e.wire import NEAR, NEAR_AGAIN, Cable, why_not
+from free_ports import free_port
 from observability import RULES, Prometheus, hurried
 from paceline.local.embedded import EmbeddedRedis
 
@@ -44,7 +45,7 @@ def services(cable: Cable, tmp_path: Path) -> Iterator[Services]:
         "learner.silence_seconds=8",  # well above what a poll takes over the slow network
         f"replay.tables.transitions.capacity_rows={RING_ROWS}",
     ]
-    replay, learner = free_ports(2)
+    replay, learner = free_port(), free_port()
     services = Services(tmp_path, store.url, settings=settings)
     services.settings |= {
         "replay.listen": f"{NEAR}:{replay}",

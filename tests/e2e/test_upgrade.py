@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import redis
 
-from e2e.apart import ROLES, RUN, Services, free_ports
+from e2e.apart import ROLES, RUN, Services
 from e2e.harness import records_of
+from free_ports import free_port
 from paceline.local.embedded import EmbeddedRedis
 from paceline.v1 import rows_pb2
 from redis_record import read_record
@@ -62,7 +63,7 @@ def test_containers_that_are_started_again_by_the_same_command_go_on(
     assert start["resumed"] is True
 
     # Another learner on the same volume.
-    ports = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    ports = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     services.start("learner-2", "--resume-or-start", f"learner.listen={ports[0]}", f"learner.metrics_listen={ports[1]}")
     assert services.end("learner-2") == 2
     assert "is in use: another learner trains it now" in services.log("learner-2")
@@ -99,7 +100,7 @@ def test_a_learner_that_was_held_up_while_another_began_harms_nobody(services: S
         (elsewhere / RUN / "learner" / name).unlink()
     old_folder, services.folder = services.folder, elsewhere / RUN
     services.settings["run.directory"] = str(elsewhere)
-    listen, metrics = (f"127.0.0.1:{port}" for port in free_ports(2))
+    listen, metrics = (f"127.0.0.1:{free_port()}" for _ in range(2))
     services.settings |= {"learner.listen": listen, "learner.address": listen, "learner.metrics_listen": metrics}
     services.settings["learner.endpoint_metrics_listen"] = "127.0.0.1:0"
     services.start("learner-2", "--resume")
@@ -120,7 +121,7 @@ def test_a_learner_that_was_held_up_while_another_began_harms_nobody(services: S
 
 def test_collectors_and_replay_are_replaced_one_by_one_while_the_run_goes_on(services: Services):
     """A rolling upgrade: each new collector is there before the old one goes; replay goes shard by shard."""
-    shards = [f"127.0.0.1:{port}" for port in free_ports(4)]
+    shards = [f"127.0.0.1:{free_port()}" for _ in range(4)]
     services.settings |= {"replay.shards": "2", "replay.address": ",".join(shards[:2]), "collector.count": "2"}
 
     def start_shard(number: int) -> None:

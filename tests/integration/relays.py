@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from free_ports import free_port
 from integration.waiting import wait_until
 from paceline.config import load
 from paceline.process import StopSignal
@@ -109,7 +109,7 @@ class RelayThread(WatchedRelay):
     """A relay in this process, whose clock is `ahead` seconds ahead of this machine's."""
 
     def __init__(self, upstream: int, *overrides: str, ahead: float = 0.0) -> None:
-        self.port, self.metrics_port = free_ports(2)
+        self.port, self.metrics_port = free_port(), free_port()
         config = load(
             None,
             settings_of(
@@ -145,15 +145,6 @@ class RelayThread(WatchedRelay):
             return self.health("/healthz") == 200
         except OSError:
             return False
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free at one moment, all of them different."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def reasons(text: str) -> list[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,13 +20,13 @@ from paceline.errors import (
     DeadlineError,
     HandshakeError,
     NotFoundError,
-    PortTakenError,
     StoreFullError,
     StoreReadOnlyError,
     UnavailableError,
 )
 from paceline.local.display import open_display
 from paceline.local.embedded import EmbeddedRedis
+from paceline.local.ports import choose_address
 from paceline.local.processes import ServiceProcess
 from paceline.local.scrape import Page, read_last_page, read_page
 from paceline.local.status import StatusReader, Watched
@@ -51,8 +49,6 @@ READ_SECONDS = 2.0
 """How often their metrics are read at least: what a process that is killed counted after that is lost with it."""
 WRITE_SECONDS = 5.0
 """How often what they counted is written down."""
-
-_PORTS = range(10_000, 32_000)
 
 _ADDRESS_KEYS = (
     "learner.listen",
@@ -253,7 +249,7 @@ class _Services:
 
     def _start_with_metrics(self, name: str, role: str, options: list[str]) -> None:
         key = f"{role}.metrics_listen"
-        self._start(name, [role, *options], [], {name: key}, {key: _free_address()})
+        self._start(name, [role, *options], [], {name: key}, {key: choose_address()})
 
     def _is_serving(self, address: str) -> bool:
         with open_channel(address, self._config.rpc, self._config.security) as channel:
@@ -331,7 +327,7 @@ def _choose_replay_addresses(config: Config) -> list[dict[str, str]]:
     if config.replay.shards == 1:
         return [{key: _choose_address(config, key) for key in ("replay.listen", "replay.metrics_listen")}]
     return [
-        {"replay.listen": _free_address(), "replay.metrics_listen": _free_address()}
+        {"replay.listen": choose_address(), "replay.metrics_listen": choose_address()}
         for _ in range(config.replay.shards)
     ]
 
@@ -340,28 +336,12 @@ def _choose_address(config: Config, key: str) -> str:
     section, name = key.split(".")
     address: str = getattr(getattr(config, section), name)
     if address == getattr(getattr(Config(), section), name) or _port_of(address) == 0:
-        return _free_address()
+        return choose_address()
     return address
 
 
 def _replay_name(shard: int, shards: int) -> str:
     return "replay" if shards == 1 else f"replay-{shard}"
-
-
-def _free_address() -> str:
-    """An address for a service that is started later, and again on the same one when it died.
-
-    Its port is below those that Linux gives to connections and to whoever asks for any (32768 and up): what is given by
-    chance between the choice and the start would keep the service from its port.
-    """
-    for port in random.sample(_PORTS, len(_PORTS)):
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return f"127.0.0.1:{port}"
-    raise PortTakenError(
-        f"every port of 127.0.0.1 from {_PORTS.start} to {_PORTS.stop - 1} is taken: expected a free one for each "
-        "service; stop what holds them, or set the services' listen addresses"
-    )
 
 
 def _port_of(address: str) -> int:
