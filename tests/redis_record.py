@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import redis
 
+from contract.memory_log import MemoryLog
+from paceline.replay.blocks import HeldBlock
+from paceline.replay.log import RedisLog
 from paceline.v1 import rows_pb2
 
 
@@ -14,9 +17,14 @@ def read_record(
 ) -> Iterator[tuple[rows_pb2.BlockHeader, bytes]]:
     """Header and payload of every block, in order. A block whose payload is missing fails the test."""
     prefix = f"paceline:{{{run_id}}}:table:{table}"
+    headers: list[rows_pb2.BlockHeader] = []
     for identifier, fields in client.xrange(f"{prefix}:blocks"):
         header = rows_pb2.BlockHeader.FromString(fields[b"header"])
-        assert int(identifier.split(b"-")[0]) == header.first_row + header.row_count
+        assert int(identifier.split(b"-")[1]) == header.first_row + header.row_count
+        while headers and headers[-1].first_row + headers[-1].row_count > header.first_row:
+            headers.pop()  # what was written later counts
+        headers.append(header)
+    for header in headers:
         payload = client.get(f"{prefix}:block:{header.first_row}")
         assert payload is not None, f"the block of row {header.first_row} has no payload"
         yield header, payload
@@ -26,3 +34,8 @@ def keys_of_payloads(client: redis.Redis, run_id: str, table: str = "transitions
     """First rows of the payloads that are there, in the index or not."""
     prefix = f"paceline:{{{run_id}}}:table:{table}:block:"
     return {int(key.rpartition(b":")[2]) for key in client.scan_iter(f"{prefix}*", count=1000)}
+
+
+def held(log: RedisLog | MemoryLog, *first_rows: int, rows: int = 10) -> list[HeldBlock]:
+    """Blocks of so many rows, as a process knows them that wrote them."""
+    return [HeldBlock(first_row, rows, 0, None, log.epoch) for first_row in first_rows]

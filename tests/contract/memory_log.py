@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.errors import PacelineError, ReplacedError
-from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepError, Position
+from paceline.replay.blocks import HeldBlock
+from paceline.replay.log import BlockWrite, IndexEntry, LoggedBlock, LogState, OutOfStepError, Position
 
 
 @dataclass
@@ -14,6 +15,7 @@ class Shelf:
     """What a Redis would hold of one table."""
 
     owner: int | None = None
+    epoch: int = 0
     state: LogState | None = None
     blocks: list[LoggedBlock] = field(default_factory=list)
     pages: dict[int, bytes] = field(default_factory=dict)
@@ -29,6 +31,7 @@ class MemoryLog:
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
         self.replaced = False
+        self.epoch = 0
         shelf.owner = id(self)
 
     def read_state(self) -> LogState | None:
@@ -38,6 +41,13 @@ class MemoryLog:
         if self._shelf.owner not in (None, id(self)):
             self._fence()
         self._shelf.owner, self._shelf.state, self._shelf.blocks, self._shelf.pages = id(self), state, [], {}
+        self._begin_epoch()
+
+    def settle(self) -> LogState | None:
+        state = self.read_state()
+        if state is not None:
+            self.restate(state)
+        return state
 
     def append(self, writes: Sequence[BlockWrite]) -> int:
         for number, write in enumerate(writes):
@@ -59,7 +69,7 @@ class MemoryLog:
             raise ReplacedError(f"collector {header.collector_index}: a newer incarnation took over")
         if header.collector_incarnation == known.incarnation and header.sequence <= known.sequence:
             return False
-        self._shelf.blocks.append(replace(block, payload=bytes(block.payload)))
+        self._shelf.blocks.append(replace(block, payload=bytes(block.payload), epoch=self.epoch))
         self._remove(write.removed)
         position = Position(header.collector_incarnation, header.sequence, header.row_count)
         self._shelf.state = replace(
@@ -79,7 +89,8 @@ class MemoryLog:
         sampled: int,
         consumed: int = 0,
         dropped: int = 0,
-        removed: Sequence[int] = (),
+        removed: Sequence[HeldBlock] = (),
+        payload_bytes: int | None = None,
         pages: Mapping[int, bytes] | None = None,
         first_page: int = 0,
     ) -> None:
@@ -90,11 +101,18 @@ class MemoryLog:
         self._shelf.state = replace(state, sampled=sampled, consumed=consumed, dropped=dropped)
 
     def restate(self, state: LogState) -> None:
-        kept = self._require(None)
+        kept = self._require(None, begun=False)
+        self._begin_epoch()
         self._shelf.state = replace(state, row_spec=kept.row_spec, limiter_json=kept.limiter_json)
 
     def read_blocks(self, first_row: int = 0) -> Iterator[LoggedBlock]:
         yield from [block for block in self._shelf.blocks if block.end_row > first_row]
+
+    def read_index(self, first_row: int = 0) -> list[IndexEntry]:
+        return [
+            IndexEntry(block.first_row, block.end_row, block.header, block.epoch)
+            for block in self.read_blocks(first_row)
+        ]
 
     def read_pages(self) -> Iterator[tuple[int, bytes]]:
         yield from list(self._shelf.pages.items())
@@ -105,19 +123,26 @@ class MemoryLog:
     def payload_bytes(self) -> int:
         return sum(len(block.payload) for block in self._shelf.blocks)
 
-    def _remove(self, removed: Sequence[int]) -> None:
+    def _remove(self, removed: Sequence[HeldBlock]) -> None:
         if removed:
-            self._shelf.blocks = [block for block in self._shelf.blocks if block.first_row > removed[-1]]
+            last = removed[-1].first_row
+            self._shelf.blocks = [block for block in self._shelf.blocks if block.first_row > last]
 
-    def _require(self, inserted: int | None) -> LogState:
+    def _require(self, inserted: int | None, *, begun: bool = True) -> LogState:
         shelf = self._shelf
         if shelf.owner not in (None, id(self)):
             self._fence()
         if shelf.owner is None or shelf.state is None:
             raise OutOfStepError("lost")
+        if begun and not self.epoch:
+            raise OutOfStepError("no epoch")
         if inserted is not None and shelf.state.inserted != inserted:
             raise OutOfStepError("out of step")
         return shelf.state
+
+    def _begin_epoch(self) -> None:
+        self._shelf.epoch += 1
+        self.epoch = self._shelf.epoch
 
     def _fence(self) -> None:
         self.replaced = True

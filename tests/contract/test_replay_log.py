@@ -12,10 +12,12 @@ import redis
 from contract.memory_log import MemoryLog, Shelf
 from paceline.errors import ConflictError, PacelineError, ReplacedError, StoreFullError
 from paceline.replay import log as log_module
+from paceline.replay.blocks import HeldBlock
 from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepError, Position, RedisLog
 from paceline.replay.store import RedisStore
 from paceline.rows import Column, RowSpec
 from paceline.v1 import rows_pb2
+from redis_record import held
 from redis_servers import SERVERS, start_redis
 
 SPEC = RowSpec((Column("value", "float32", (3,)), Column("step", "int64")))
@@ -48,7 +50,7 @@ def server(request, tmp_path_factory):
 def place(server):
     if server is None:
         shelf = Shelf()
-        yield Place(lambda: MemoryLog(shelf), shelf.lose)
+        yield Place(lambda: opened(MemoryLog(shelf)), shelf.lose)
         return
     stores: list[RedisStore] = []
     run_id = uuid.uuid4().hex
@@ -56,7 +58,7 @@ def place(server):
     def open_log() -> RedisLog:
         stores.append(RedisStore(server.url, run_id, deadline_seconds=10))
         stores[-1].claim(resume=True)
-        return RedisLog(stores[-1], TABLE)
+        return opened(RedisLog(stores[-1], TABLE))
 
     def forget() -> None:
         with redis.Redis.from_url(server.url) as client:
@@ -65,6 +67,12 @@ def place(server):
     yield Place(open_log, forget)
     for store in stores:
         store.close()
+
+
+def opened(log):
+    """As a process takes a table over, if it is there."""
+    log.settle()
+    return log
 
 
 ROWS = 10
@@ -88,10 +96,10 @@ def block(number: int, stamp: rows_pb2.BlockHeader) -> LoggedBlock:
 
 
 def append(log, number: int, stamp: rows_pb2.BlockHeader, *, removed: Sequence[int] = (), **options: int) -> bool:
-    return log.append([write(number, stamp, removed=removed, **options)]) == 1
+    return log.append([write(number, stamp, removed=held(log, *removed), **options)]) == 1
 
 
-def write(number: int, stamp: rows_pb2.BlockHeader, *, removed: Sequence[int] = (), **options: int) -> BlockWrite:
+def write(number: int, stamp: rows_pb2.BlockHeader, *, removed: Sequence[HeldBlock] = (), **options: int) -> BlockWrite:
     return BlockWrite(block(number, stamp), stamp, removed=removed, sampled=7 * number, **options)
 
 
@@ -99,7 +107,7 @@ def test_blocks_that_are_appended_together_are_what_they_are_one_by_one(place):
     log = place.open()
     log.begin(BEGUN)
     assert append(log, 0, header(1))
-    more = [write(1, header(2)), write(2, header(1, collector=3), removed=[0]), write(3, header(3), dropped=5)]
+    more = [write(1, header(2)), write(2, header(1, collector=3), removed=held(log, 0)), write(3, header(3), dropped=5)]
     assert log.append(more) == 3
     assert list(log.read_blocks()) == [each.block for each in more]
     state = log.read_state()
@@ -262,10 +270,10 @@ def test_a_save_removes_the_oldest_blocks_and_may_be_repeated(place, monkeypatch
     for number in range(6):
         append(log, number, header(number + 1))
     for _ in range(2):
-        log.save(inserted=60, sampled=1, removed=[0, 10, 20, 30, 40])
+        log.save(inserted=60, sampled=1, removed=held(log, 0, 10, 20, 30, 40))
         assert first_rows(log) == [50]
         assert log.payload_bytes() == len(block(5, header(6)).payload)
-    log.save(inserted=60, sampled=1, removed=[50])
+    log.save(inserted=60, sampled=1, removed=held(log, 50))
     assert first_rows(log) == []
     assert (log.block_count(), log.payload_bytes(), log.read_state().inserted) == (0, 0, 60)
 
@@ -286,7 +294,7 @@ def test_a_process_that_believes_in_another_next_row_is_told_and_harms_nothing(p
     with pytest.raises(OutOfStepError):
         append(log, wrong // ROWS, header(2))
     with pytest.raises(OutOfStepError):
-        log.save(inserted=wrong, sampled=1, removed=[0], pages={0: b"page"})
+        log.save(inserted=wrong, sampled=1, removed=held(log, 0), pages={0: b"page"})
     assert list(log.read_blocks()) == [block(0, header(1))]
     assert list(log.read_pages()) == []
 
@@ -348,7 +356,7 @@ def test_a_newer_process_takes_over_and_the_older_stores_and_harms_nothing(place
     for attempt in (
         lambda: append(older, 1, header(3, rows=9)),
         lambda: older.save(inserted=10, sampled=1),
-        lambda: older.save(inserted=20, sampled=1, removed=[0]),
+        lambda: older.save(inserted=20, sampled=1, removed=held(older, 0)),
         lambda: older.begin(BEGUN),
     ):
         assert not newer.replaced
@@ -430,7 +438,7 @@ def test_every_key_lies_under_the_run_id_and_leaves_with_its_block(bare):
     payloads = {f"table:{TABLE}:block:{first}" for first in (0, 10)}
     assert keys(client) == {PREFIX + part for part in ("owner", "meta", *table, *payloads)}
     assert client.get(f"{PREFIX}table:{TABLE}:block:10") == block(1, header(2)).payload
-    log.save(inserted=20, sampled=0, removed=[0, 10])
+    log.save(inserted=20, sampled=0, removed=held(log, 0, 10))
     assert keys(client) == {PREFIX + part for part in ("owner", "meta", *table)}
     append(log, 2, header(3))
     log.begin(BEGUN)
@@ -458,7 +466,7 @@ def test_a_payload_or_an_entry_that_is_gone_leaves_the_others_readable(bare):
     entries = client.xrange(index)
     client.delete(index)
     for identifier, fields in entries:
-        client.xadd(index, {"header": b"\xff"} if identifier == b"30-0" else fields, id=identifier)
+        client.xadd(index, {"header": b"\xff"} if identifier == b"1-30" else fields, id=identifier)
     assert [(block.first_row, block.end_row, len(block.payload)) for block in log.read_blocks()] == [
         (0, 10, 9000),
         (10, 20, 0),
@@ -466,7 +474,7 @@ def test_a_payload_or_an_entry_that_is_gone_leaves_the_others_readable(bare):
         (30, 40, 9000),
     ]
     assert [block.header for block in log.read_blocks(20)] == [b"\xff", header(4).SerializeToString()]
-    log.save(inserted=40, sampled=0, removed=[0, 10, 20])
+    log.save(inserted=40, sampled=0, removed=held(log, 0, 10, 20))
     assert first_rows(log) == [30]
 
 
@@ -499,7 +507,7 @@ def test_a_full_store_takes_nothing_of_blocks_and_still_lets_blocks_leave(bare, 
         assert first_rows(log) == [ROWS * number for number in range(stored)]
         assert log.read_state().inserted == ROWS * stored
         leaving = [ROWS * number for number in range(stored // 4)]
-        log.save(inserted=ROWS * stored, sampled=0, removed=leaving)
+        log.save(inserted=ROWS * stored, sampled=0, removed=held(log, *leaving))
         assert append(log, stored, header(stored + 1))
     finally:
         client.config_set("maxmemory", "0")
@@ -526,7 +534,7 @@ def test_a_script_that_finds_the_store_full_leaves_nothing_of_the_block(bare):
 
 
 @real_servers
-def test_where_the_index_is_damaged_nothing_of_the_blocks_is_stored(bare):
+def test_where_the_index_is_damaged_no_block_is_stored(bare):
     log, client = bare
     log.begin(BEGUN)
     append(log, 0, header(1))
@@ -534,7 +542,8 @@ def test_where_the_index_is_damaged_nothing_of_the_blocks_is_stored(bare):
     before, state = keys(client), log.read_state()
     with pytest.raises(PacelineError, match="smaller than the target stream top item"):
         log.append([write(1, header(2)), write(2, header(3))])
-    assert {key for key in keys(client) if ":staged" not in key} == before
+    # The payload lies where the next block's will.
+    assert {key for key in keys(client) if ":staged" not in key} == before | {f"{PREFIX}table:{TABLE}:block:10"}
     assert log.read_state() == state
 
 
@@ -613,6 +622,137 @@ def test_a_record_of_another_format_is_refused(server):
     store = RedisStore(server.url, "past", deadline_seconds=10)
     store.claim(resume=False)
     store.command("HSET", store.key("meta"), "format", "1")
-    with pytest.raises(ConflictError, match="has format 1: expected 2"):
+    with pytest.raises(ConflictError, match="has format 1: expected 2 or 3"):
         store.claim(resume=True)
+    store.close()
+
+
+def test_a_process_begins_an_epoch_before_it_writes(place):
+    log = place.open()
+    log.begin(BEGUN)
+    append(log, 0, header(1))
+    another = place.open()
+    assert another.epoch > log.epoch
+    assert append(another, 1, header(2))
+    assert [block.epoch for block in another.read_blocks()] == [log.epoch, another.epoch]
+
+
+@real_servers
+def test_a_process_that_has_begun_no_epoch_writes_nothing(bare, server):
+    log, client = bare
+    log.begin(BEGUN)
+    append(log, 0, header(1))
+    before = {key: client.dump(key) for key in client.scan_iter()}
+    another = RedisLog(log._store, TABLE)
+    with pytest.raises(OutOfStepError, match="has yet to begin an epoch"):
+        append(another, 1, header(2))
+    with pytest.raises(OutOfStepError, match="has yet to begin an epoch"):
+        another.save(inserted=10, sampled=5)
+    assert {key: client.dump(key) for key in client.scan_iter()} == before
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_after_a_restart_of_redis_a_process_begins_an_epoch_before_it_writes(kind, tmp_path):
+    server = start_redis(kind, tmp_path, appendfsync="always")
+    store = RedisStore(server.url, "my-run", deadline_seconds=10)
+    store.claim(resume=False)
+    log = RedisLog(store, TABLE)
+    log.begin(BEGUN)
+    append(log, 0, header(1))
+    server.restart()
+    before = log.read_state()
+    for attempt in (lambda: append(log, 1, header(2)), lambda: log.save(inserted=10, sampled=5)):
+        with pytest.raises(OutOfStepError, match="has restarted"):
+            attempt()
+        assert log.read_state() == before
+    epoch = log.epoch
+    assert log.settle() == before
+    assert log.epoch > epoch
+    assert append(log, 1, header(2))
+    log.save(inserted=20, sampled=5)
+    assert first_rows(log) == [0, 10]
+    store.close()
+    server.stop()
+
+
+@real_servers
+def test_what_a_later_epoch_wrote_takes_the_place_of_what_an_earlier_one_did(bare):
+    log, client = bare
+    log.begin(BEGUN)
+    append(log, 0, header(1))
+    index, payload = f"{PREFIX}table:{TABLE}:blocks", f"{PREFIX}table:{TABLE}:block:"
+    log.settle()
+    log.append([BlockWrite(LoggedBlock(10, 5, header(1, rows=5).SerializeToString(), b"later"), header(2, rows=5))])
+    entries = client.xrange(index)
+    client.delete(index)
+    stale = {"first_row": 10, "header": header(2, first_row=10).SerializeToString()}
+    client.xadd(index, entries[0][1], id=entries[0][0])
+    client.xadd(index, stale, id="1-20")
+    client.xadd(index, {**stale, "first_row": 20}, id="1-30")
+    client.set(f"{payload}20", "left over")
+    client.xadd(index, entries[1][1], id=entries[1][0])
+    expected = [(0, 10), (10, 15)]
+    assert [(block.first_row, block.end_row) for block in log.read_blocks()] == expected
+    log.settle()
+    assert not client.exists(f"{payload}20")
+    assert [(block.first_row, block.end_row, len(block.payload)) for block in log.read_blocks()] == [
+        (0, 10, 9000),
+        (10, 15, 5),
+    ]
+    log.save(inserted=15, sampled=0, removed=[HeldBlock(0, ROWS, 9000, None, epoch=1)])
+    assert first_rows(log) == [10]
+
+
+@real_servers
+def test_blocks_of_a_step_that_came_about_in_part_are_taken_for_stored(bare):
+    log, client = bare
+    log.begin(BEGUN)
+    append(log, 0, header(1))
+    table = f"{PREFIX}table:{TABLE}"
+    stamp = header(4, collector=2, incarnation=7, first_row=10)
+    client.set(f"{table}:block:10", "a payload")
+    client.xadd(f"{table}:blocks", {"first_row": 10, "header": stamp.SerializeToString()}, id="1-20")
+    client.xadd(f"{table}:blocks", {"first_row": 20, "header": "damaged"}, id="1-30")
+    state = log.read_state()
+    assert (state.inserted, state.positions) == (20, {0: Position(1, 1, ROWS), 2: Position(7, 4, ROWS)})
+    with pytest.raises(OutOfStepError):
+        append(log, 2, header(2))
+    assert log.settle() == state
+    assert log.payload_bytes() == 9000 + len("a payload")
+    assert append(log, 2, header(2))
+    assert first_rows(log) == [0, 10, 20]
+    assert log.read_state().inserted == 30
+
+
+@real_servers
+def test_a_record_of_the_format_before_is_read_and_gone_on_with(bare, server):
+    log, client = bare
+    log.begin(BEGUN)
+    log.append([write(number, header(number + 1, first_row=ROWS * number)) for number in range(4)])
+    table = f"{PREFIX}table:{TABLE}"
+    entries = client.xrange(f"{table}:blocks")
+    client.delete(f"{table}:blocks")
+    for identifier, fields in entries:
+        client.xadd(f"{table}:blocks", fields, id=f"{int(identifier.split(b'-')[1])}-0")
+    client.hdel(f"{table}:state", "epoch")
+    client.hset(f"{PREFIX}meta", "format", "2")
+    before = list(log.read_blocks())
+    assert [block.first_row for block in before] == [0, 10, 20, 30]
+    assert first_rows(log, 25) == [20, 30]
+
+    store = RedisStore(server.url, "my-run", deadline_seconds=10)
+    store.require_format()
+    assert store.claim(resume=True)
+    assert client.hget(f"{PREFIX}meta", "format") == b"3"
+    newer = RedisLog(store, TABLE)
+    state = newer.settle()
+    assert (state.inserted, state.positions) == (40, {0: Position(1, 4, ROWS)})
+    assert append(newer, 4, header(5))
+    assert first_rows(newer) == [0, 10, 20, 30, 40]
+    leaving = [HeldBlock(each.first_row, each.row_count, 0, None, each.epoch) for each in newer.read_blocks()]
+    newer.save(inserted=50, sampled=0, removed=leaving[:2])
+    assert first_rows(newer) == [20, 30, 40]
+    newer.save(inserted=50, sampled=0, removed=leaving[2:4])
+    assert first_rows(newer) == [40]
+    assert newer.payload_bytes() == 9000
     store.close()

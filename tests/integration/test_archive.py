@@ -32,6 +32,7 @@ from paceline.replay.store import RedisStore
 from paceline.rows import Block, Column, RowSpec
 from paceline.tables.pages import PAGE
 from paceline.v1 import rows_pb2
+from redis_record import held
 from redis_servers import SERVERS, start_redis
 
 SPEC = RowSpec((Column("value", "float64"), Column("observation", "float32", (4,)), Column("flag", "bool")))
@@ -81,7 +82,9 @@ class Writer:
             first_row=self.next,
         )
         logged = LoggedBlock(self.next, ROWS, header.SerializeToString(), block.data.tobytes())
-        assert self.log.append([BlockWrite(logged, header, removed=removed, sampled=self.sequence)])
+        assert self.log.append(
+            [BlockWrite(logged, header, removed=held(self.log, *removed, rows=ROWS), sampled=self.sequence)]
+        )
         self.next += ROWS
 
     def save(self) -> None:

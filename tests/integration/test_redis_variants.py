@@ -24,6 +24,7 @@ from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepErro
 from paceline.replay.store import RedisStore
 from paceline.rows import Column, RowSpec
 from paceline.v1 import rows_pb2
+from redis_record import held
 from redis_servers import SERVERS, start_redis
 
 SPEC = RowSpec((Column("value", "float32"),))
@@ -39,7 +40,9 @@ class Record:
             self.store.check()
             self.store.claim(resume=resume)
             self.log = RedisLog(self.store, "transitions")
-            if not resume:
+            if resume:
+                self.log.settle()
+            else:
                 self.log.begin(LogState(SPEC, "{}"))
         except BaseException:
             self.store.close()
@@ -48,7 +51,7 @@ class Record:
     def append(self, number: int, *, removed: tuple[int, ...] = ()) -> bool:
         stamp = rows_pb2.BlockHeader(collector_incarnation=1, sequence=number + 1, row_count=ROWS)
         block = LoggedBlock(ROWS * number, ROWS, stamp.SerializeToString(), b"payload %d" % number * 1000)
-        return self.log.append([BlockWrite(block, stamp, removed=removed, sampled=number)]) == 1
+        return self.log.append([BlockWrite(block, stamp, removed=held(self.log, *removed), sampled=number)]) == 1
 
     def numbers(self) -> list[int]:
         """Of the blocks, each of which must be whole."""
@@ -230,7 +233,7 @@ def use_everything(url: str) -> None:
         record.append(3, removed=(0,))
         with contextlib.suppress(OutOfStepError):
             record.append(7)
-        record.log.save(inserted=40, sampled=1, removed=(10,), pages={0: b"page", 1: b"page"})
+        record.log.save(inserted=40, sampled=1, removed=held(record.log, 10), pages={0: b"page", 1: b"page"})
         record.log.save(inserted=40, sampled=1, first_page=1)
         assert record.numbers() == [2, 3]
         assert dict(record.log.read_pages()) == {1: b"page"}
@@ -395,7 +398,10 @@ def pair(start) -> Iterator[Pair]:
 def append_until_stored(record: Record, number: int) -> None:
     def attempt() -> bool:
         with contextlib.suppress(UnavailableError):
-            record.append(number)
+            try:
+                record.append(number)
+            except OutOfStepError:  # as it is on another server, and on one that has restarted
+                record.log.settle()
         with contextlib.suppress(UnavailableError):
             return record.log.read_state().inserted == ROWS * (number + 1)
         return False
@@ -469,6 +475,7 @@ def test_what_a_replica_had_not_got_yet_is_noticed_and_can_be_written_again(pair
         raise AssertionError("a block was stored after a gap")
 
     wait_until(out_of_step)
+    record.log.settle()
     assert record.log.read_state().inserted == ROWS
     assert record.append(1)
     assert record.append(2)

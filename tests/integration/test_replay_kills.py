@@ -13,10 +13,23 @@ import numpy as np
 import pytest
 import redis
 
-from integration.replay_harness import RUN, SPEC, Client, ReplayProcess, block, make_config, request, wait_until
+from integration.replay_harness import (
+    RUN,
+    SPEC,
+    Client,
+    Following,
+    ReplayProcess,
+    block,
+    make_config,
+    request,
+    together,
+    values_of,
+    wait_until,
+)
 from paceline.config import Config
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UnavailableError
 from paceline.local.embedded import EmbeddedRedis
+from paceline.v1 import replay_pb2 as pb
 from redis_record import keys_of_payloads, read_record
 from redis_servers import SERVERS, start_redis
 
@@ -45,6 +58,9 @@ class Writer:
     done: threading.Event = field(default_factory=threading.Event)
     failure: BaseException | None = None
 
+    def __post_init__(self) -> None:
+        self.randomness = random.Random(self.collector)
+
     def run(self) -> None:
         client = Client(self.config)
         try:
@@ -62,14 +78,19 @@ class Writer:
         def requests() -> Iterator:
             sequence = first
             while window.acquire() and not (ended.is_set() or self.done.is_set()):
-                yield request(sequence, block(value_of(self.collector, sequence), BLOCK_ROWS), collector=self.collector)
-                sequence += 1
+                blocks = [self._request(sequence)]
+                # As in a collector, blocks that may be sent at once share a message.
+                while len(blocks) < IN_FLIGHT and self.randomness.random() < 0.5 and window.acquire(blocking=False):
+                    blocks.append(self._request(sequence + len(blocks)))
+                sequence += len(blocks)
+                yield together(*blocks)
 
         try:
             for answer in client.stub.Append(requests(), timeout=30):
-                assert answer.sequence == self.acknowledged + 1
-                self.acknowledged += 1
-                window.release()
+                for each in (answer, *answer.further):
+                    assert each.sequence == self.acknowledged + 1
+                    self.acknowledged += 1
+                    window.release()
         except grpc.RpcError as error:
             if error.code() not in PASSING:
                 raise
@@ -77,6 +98,40 @@ class Writer:
         finally:
             ended.set()
             window.release()
+
+    def _request(self, sequence: int) -> pb.AppendRequest:
+        return request(sequence, block(value_of(self.collector, sequence), BLOCK_ROWS), collector=self.collector)
+
+
+@dataclass
+class Reader:
+    """A learner that follows: it goes on from its cursor after each cut."""
+
+    config: Config
+    values: list[float] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+    failure: BaseException | None = None
+
+    def run(self) -> None:
+        client = Client(self.config)
+        try:
+            while not self.done.is_set():
+                try:
+                    self._follow(client)
+                except UnavailableError:
+                    self.done.wait(0.05)
+        except BaseException as error:
+            self.failure = error
+        finally:
+            client.close()
+
+    def _follow(self, client: Client) -> None:
+        with Following(client, from_row=len(self.values)) as following:
+            while not self.done.is_set():
+                answer = following.next()
+                assert not answer.rows_lost
+                assert answer.first_row == len(self.values)
+                self.values += values_of(answer)
 
 
 @pytest.fixture(params=SERVERS)
@@ -94,40 +149,48 @@ def test_no_acknowledged_row_is_lost_doubled_or_reordered_by_kills_at_random_mom
     client.wait_until_serving()
     client.open()
     writers = [Writer(config, collector) for collector in range(WRITERS)]
-    threads = [threading.Thread(target=writer.run, daemon=True) for writer in writers]
+    reader = Reader(config)
+    threads = [threading.Thread(target=each.run, daemon=True) for each in (*writers, reader)]
     for thread in threads:
         thread.start()
     for _ in range(KILLS):
         goal = sum(writer.acknowledged for writer in writers) + randomness.randint(1, 60)
         wait_until(
-            lambda goal=goal: sum(writer.acknowledged for writer in writers) >= goal or _failed(writers), "progress"
+            lambda goal=goal: sum(writer.acknowledged for writer in writers) >= goal or _failures(writers, reader),
+            "progress",
         )
-        assert not _failed(writers), [writer.failure for writer in writers]
-        if randomness.random() < 0.3:
+        assert not _failures(writers, reader)
+        kills_redis, kills_replay = randomness.choice([(True, False), (True, True), (False, True), (False, True)])
+        if kills_redis:
             store.process.kill()
+        if kills_replay:
+            replay.kill()
+        if kills_redis:
             store.process.wait()
             store.restart()
-        else:
-            replay.kill()
+        if kills_replay:
             replay = ReplayProcess(config, resume=True)
     client.wait_until_serving()
     for writer in writers:
         writer.done.set()
-    for thread in threads:
+    for thread in threads[:-1]:
         thread.join(60)
         assert not thread.is_alive()
-    assert not _failed(writers), [writer.failure for writer in writers]
-    _check_record(store, writers)
+    inserted = client.describe().inserted_row_count
+    wait_until(lambda: len(reader.values) == inserted or _failures(writers, reader), "the follower has every row")
+    reader.done.set()
+    assert not _failures(writers, reader)
+    _check_record(store, writers, reader)
     _check_memory(client, writers)
     client.close()
     replay.stop()
 
 
-def _failed(writers: list[Writer]) -> bool:
-    return any(writer.failure is not None for writer in writers)
+def _failures(writers: list[Writer], reader: Reader) -> list[BaseException]:
+    return [each.failure for each in (*writers, reader) if each.failure is not None]
 
 
-def _check_record(store: EmbeddedRedis, writers: list[Writer]) -> None:
+def _check_record(store: EmbeddedRedis, writers: list[Writer], reader: Reader) -> None:
     sequences: dict[int, list[int]] = {writer.collector: [] for writer in writers}
     next_row, first_rows = 0, set()
     with redis.Redis.from_url(store.url) as client:
@@ -139,6 +202,7 @@ def _check_record(store: EmbeddedRedis, writers: list[Writer]) -> None:
             values = np.frombuffer(payload, SPEC.dtype)["value"]
             first = value_of(header.collector_index, header.sequence)
             assert values.tolist() == list(range(first, first + BLOCK_ROWS))
+            assert reader.values[header.first_row : next_row] == values.tolist()
         # One payload at most was staged for a block that was never committed, where the next block will lie.
         assert keys_of_payloads(client, RUN) - first_rows <= {next_row}
     for writer in writers:

@@ -15,6 +15,8 @@ class HeldBlock:
     row_count: int
     payload_bytes: int
     header: bytes | None
+    epoch: int
+    """Of the record, in which it was written."""
 
     @property
     def end_row(self) -> int:

@@ -53,6 +53,7 @@ from redis.retry import Retry
 
 from paceline.config import redact_url
 from paceline.errors import ConfigError, PacelineError, StoreFullError, StoreReadOnlyError, UnavailableError
+from paceline.replay.durability import parse_info
 from paceline.replay.scripts import Script
 from paceline.replay.values import Values, read_values
 
@@ -90,6 +91,10 @@ class ScriptFlagsError(PacelineError):
     """The server cannot read the flags of a script: it is older than Redis 7."""
 
 
+class ServerChangedError(UnavailableError):
+    """What was meant for one run of a server would have gone to another."""
+
+
 class RedisLink:
     """One Redis. Any number of threads may use it; each command takes a connection of its own."""
 
@@ -115,22 +120,38 @@ class RedisLink:
         self._refuse_while_paused(writes=False)
         return self._first_error_raised(self._exchange([arguments]))[0]
 
+    def read_each(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
+        """The replies to commands that change nothing, sent in one go; None to one that this user may not run."""
+        self._refuse_while_paused(writes=False)
+        replies = [None if isinstance(reply, NoPermissionError) else reply for reply in self._exchange(commands)]
+        return self._first_error_raised(replies)
+
     def run_script(
         self,
         script: Script,
         keys: Sequence[bytes],
         arguments: Sequence[Argument],
         before: Sequence[Sequence[Argument]] = (),
+        *,
+        server: str | None = None,
     ) -> Any:
         """Run a script that writes, which Redis need not know yet; what it returned.
 
         Args:
             before: commands that are carried out right before it; all of it happens, or nothing.
+            server: `run_id` of the server, as its INFO has it, where the script is for no other.
+
+        Raises:
+            ServerChangedError: it is another; nothing was sent.
         """
         self._refuse_while_paused(writes=True)
         if self._failures and before:
             self._first_error_raised(self._exchange([("PING",)]))  # a block is not sent to a store that is still away
-        returned = self._call_script(script, keys, arguments, before)
+        try:
+            returned = self._call_script(script, keys, arguments, before, server)
+        except ServerChangedError:
+            self._paused_until = 0.0  # it answers
+            raise
         self._failures, self._paused_until = 0, 0.0
         return returned
 
@@ -182,10 +203,11 @@ class RedisLink:
         keys: Sequence[bytes],
         arguments: Sequence[Argument] = (),
         before: Sequence[Sequence[Argument]] = (),
+        server: str | None = None,
     ) -> Any:
         def send(*name: Argument) -> list[Any]:
             call = (*name, len(keys), *keys, *arguments)
-            return self._exchange([("MULTI",), *before, call, ("EXEC",)] if before else [call])
+            return self._exchange([("MULTI",), *before, call, ("EXEC",)] if before else [call], server=server)
 
         replies = send("EVALSHA", script.sha)
         if isinstance(_result(replies), NoScriptError):
@@ -193,12 +215,20 @@ class RedisLink:
             replies = send("EVAL", script.text)
         return _result(self._first_error_raised(replies))
 
-    def _exchange(self, commands: Sequence[Sequence[Argument]], read: Callable[[Any], Any] | None = None) -> list[Any]:
+    def _exchange(
+        self,
+        commands: Sequence[Sequence[Argument]],
+        read: Callable[[Any], Any] | None = None,
+        *,
+        server: str | None = None,
+    ) -> list[Any]:
         """Send commands in one go and `read` a reply to each; one that is an error is given as that."""
         read = read or _read_reply
         try:
             connection = self._pool.get_connection()
             try:
+                if server is not None and _server_of(connection) != server:
+                    raise ServerChangedError(f"Redis at {self.shown} has restarted, or another is in its place; retry")
                 # redis-py would copy a block twice to pack it; here its bytes go to the socket as they are.
                 connection.send_packed_command(_pack(commands))  # type: ignore[no-untyped-call]
                 replies = [read(connection) for _ in commands]
@@ -404,6 +434,16 @@ def _result(replies: list[Any]) -> Any:
 def _first_error(replies: list[Any]) -> RedisError | None:
     within = replies[-1] if isinstance(replies[-1], list) else []
     return next((reply for reply in [*replies, *within] if isinstance(reply, RedisError)), None)
+
+
+def _server_of(connection: Any) -> str:
+    """The `run_id` of the server that a connection leads to, asked for once."""
+    socket, server = getattr(connection, "told_by", (None, ""))
+    if socket is not connection._sock:
+        connection.send_packed_command(_pack([("INFO", "server")]))
+        server = parse_info(connection.read_response()).get("run_id", "")
+        connection.told_by = connection._sock, server
+    return str(server)
 
 
 def _read_reply(connection: Any) -> Any:

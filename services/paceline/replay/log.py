@@ -1,15 +1,21 @@
 """The record of one table in Redis: its blocks in order, who sent them, and its counters.
 
-A block is an entry of a stream, the index, with the id `<key of the row after it>-0`, the key of its first row and its
-BlockHeader; and a string, its payload exactly as the collector sent it. Entry, payload, its collector's position and
-the counters change together, or not at all. What a process that owns the run knows and what the record says must agree
-on the key of the next row; where they do not (a lost reply, a restart of Redis that lost its last second),
-OutOfStepError says so and the table mends it.
+A block is an entry of a stream, the index, with the id `<epoch>-<key of the row after it>`, the key of its first row
+and its BlockHeader; and a string, its payload exactly as the collector sent it. Entry, payload, its collector's
+position and the counters change together, or not at all; where a fault of Redis makes it less (see `scripts`), the
+blocks that came about are taken for stored.
+
+An epoch begins when a process takes the table over, and when Redis has restarted. What was written to an earlier run of
+the server may still turn up at a later one, so of two blocks for the same rows that of the later epoch is the record's.
+
+What a process that owns the run knows and what the record says must agree on the key of the next row, and on the run of
+the server; where they do not (a lost reply, a restart of Redis that may have lost its last second), OutOfStepError says
+so and the table mends it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import starmap
@@ -18,8 +24,9 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from paceline.errors import ConflictError, ReplacedError, RowSpecError, UnavailableError
-from paceline.replay.link import Argument
-from paceline.replay.scripts import BEGIN, CLEAR, COMMIT, READ, RESTATE, SAVE
+from paceline.replay.blocks import HeldBlock
+from paceline.replay.link import Argument, ServerChangedError
+from paceline.replay.scripts import BEGIN, CLEAR, COMMIT, READ, RESTATE, SAVE, Script
 from paceline.replay.store import FORMAT, RedisStore
 from paceline.rows import RowSpec
 from paceline.rpc.wire import row_spec_from_wire, row_spec_to_wire
@@ -32,11 +39,14 @@ INDEX_STEP = 1000
 PAGE_STEP = 256
 """Pages of priorities in one command at most: half a megabyte."""
 
+_EPOCH_FIELD = b"epoch"
+"""Of the positions: the one that is no collector's."""
+
 _COUNTS = ("inserted", "sampled", "consumed", "dropped", "payload_bytes")
 
 
 class OutOfStepError(UnavailableError):
-    """The record's next row is another than this process believes."""
+    """The record's next row is another than this process believes, or Redis has restarted since it knew."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,8 @@ class LoggedBlock:
     row_count: int
     header: bytes
     payload: bytes | memoryview
+    epoch: int = field(default=0, compare=False)
+    """In which it was written, where it was read."""
 
     @property
     def end_row(self) -> int:
@@ -88,9 +100,9 @@ class BlockWrite:
     """The record's next row becomes its `end_row`."""
     header: rows_pb2.BlockHeader
     """What `block.header` says."""
-    removed: Sequence[int] = ()
-    """First rows of the blocks that leave, in order: the oldest ones of the record, without a gap, those that were read
-    and found damaged among them."""
+    removed: Sequence[HeldBlock] = ()
+    """The blocks that leave, in order: the oldest ones of the record, without a gap, those that were read and found
+    damaged among them."""
     sampled: int = 0
     consumed: int = 0
     dropped: int = 0
@@ -106,6 +118,22 @@ class IndexEntry(NamedTuple):
     first_row: int
     end_row: int
     header: bytes
+    epoch: int
+
+
+class _Found(NamedTuple):
+    """What Redis has of a table at one moment."""
+
+    owner: bytes | None
+    spec: bytes | None
+    fields: Mapping[bytes, bytes]
+    positions: Sequence[tuple[bytes, bytes]]
+    further: Sequence[IndexEntry]
+    """Past what the fields say."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.spec is not None and bool(self.fields)
 
 
 class RedisLog:
@@ -114,11 +142,18 @@ class RedisLog:
     def __init__(self, store: RedisStore, table: str) -> None:
         self._store, self._table = store, table
         self._holds_all = False
+        self._epoch = 0
+        self._server: str | None = None  # which run of Redis the epoch is of
         self._owner, self._meta = store.key("owner"), store.key("meta")
         self._spec, self._state, self._positions, self._blocks, self._pages = (
             store.key("table", table, part) for part in ("spec", "state", "positions", "blocks", "pages")
         )
         self._payload, self._staged = (store.key("table", table, part) + b":%d" for part in ("block", "staged"))
+
+    @property
+    def epoch(self) -> int:
+        """What this process writes in; 0: it has not begun one."""
+        return self._epoch
 
     @property
     def replaced(self) -> bool:
@@ -132,27 +167,7 @@ class RedisLog:
             ConflictError: the record is there and says not all that it should, or what cannot be. (None, where part of
                 it is gone and this process has stored blocks: it has all rows in memory, and makes the record anew.)
         """
-        owner, spec, fields, positions = self._read_state()
-        if owner is not None and (spec is None or not fields) and self._has_traces(spec, fields):
-            # Another process may have begun the table just now.
-            owner, spec, fields, positions = self._read_state()
-            if not self._holds_all and (spec is None or not fields):
-                missing = self._spec if spec is None else self._state
-                raise self._damaged(missing, "is missing while other keys of the table are there")
-        if owner is None or spec is None or not fields:
-            return None
-        limiter, numbers = fields.get(b"limiter"), {name: self._parse_count(fields, name) for name in _COUNTS}
-        if limiter is None:
-            raise self._damaged(self._state, "has no field 'limiter'", "the limiter's settings as JSON")
-        return LogState(
-            row_spec=self._parse_spec(spec),
-            limiter_json=limiter.decode(errors="replace"),
-            inserted=numbers["inserted"],
-            sampled=numbers["sampled"],
-            consumed=numbers["consumed"],
-            dropped=numbers["dropped"],
-            positions=dict(starmap(self._parse_position, positions)),
-        )
+        return self._read_whole()[1]
 
     def begin(self, state: LogState) -> None:
         """Make the record anew: it says `state` and has no block and no page; takes the run if nobody owns it.
@@ -160,20 +175,42 @@ class RedisLog:
         Raises:
             ReplacedError: another process owns the run.
         """
+        server = self._store.read_server()
         while entries := self._store.command("XRANGE", self._blocks, "-", "+", "COUNT", INDEX_STEP):
-            payloads = [self._payload % entry.first_row for entry in _parse_index(entries, 0)]
-            self._store.run_script(CLEAR, [self._owner, self._blocks, *payloads], [self._store.token, entries[-1][0]])
+            index = _parse_index(entries)
+            payloads = [self._payload % entry.first_row for entry in index]
+            floor = _id_after(index[-1].epoch, index[-1].end_row)
+            self._store.run_script(CLEAR, [self._owner, self._blocks, *payloads], [self._store.token, floor])
         arguments: list[Argument] = [
             self._store.token,
+            self._epoch,
             FORMAT,
             self._table,
             row_spec_to_wire(state.row_spec).SerializeToString(),
             state.limiter_json,
             *_state_arguments(state),
+            *_position_arguments(state),
         ]
         keys = [self._owner, self._meta, self._spec, self._state, self._positions, self._blocks, self._pages]
-        self._store.run_script(BEGIN, keys, arguments)
+        self._begin_epoch(server, BEGIN, keys, arguments)
         self._holds_all = True
+
+    def settle(self) -> LogState | None:
+        """Begin an epoch, before this process' first block and after each restart of Redis; what the record says.
+
+        What steps that were cut left behind leaves.
+
+        Raises: as `read_state` and `append` do.
+        """
+        server = self._store.read_server()
+        found, state = self._read_whole()
+        if state is not None:
+            entries = self._read_entries()
+            blocks = {entry.first_row for entry in _without_replaced(entries)}
+            orphans = [entry.first_row for entry in entries if entry.first_row not in blocks]
+            uncounted = [entry.first_row for entry in found.further if entry.end_row <= state.inserted]
+            self._restate(server, state, uncounted, orphans)
+        return state
 
     def append(self, writes: Sequence[BlockWrite]) -> int:
         """Store blocks in order, each with what leaves for it and the counters, in one step; how many were stored.
@@ -191,20 +228,20 @@ class RedisLog:
         # refused block brought must never take the place of one that is there.
         staged = [("SET", self._staged % number, write.block.payload) for number, write in enumerate(writes)]
         keys = [self._owner, self._state, self._positions, self._blocks]
-        arguments: list[Argument] = [self._store.token]
+        arguments: list[Argument] = [self._store.token, self._epoch]
         for number, write in enumerate(writes):
             block, header, removed = write.block, write.header, write.removed
             after = block.first_row if write.after is None else write.after
             keys += (self._staged % number, self._payload % block.first_row)
-            keys += [self._payload % first_row for first_row in removed]
+            keys += [self._payload % held.first_row for held in removed]
             numbers = (
                 *(after, block.first_row, block.end_row),
                 *(header.collector_index, header.collector_incarnation, header.sequence, header.row_count),
                 *(write.sampled, write.consumed, write.dropped, len(block.payload)),
-                *(len(removed), removed[-1] if removed else -1),
+                *(len(removed), _floor(removed)),
             )
             arguments += (block.header, " ".join(map(str, numbers)))
-        word, _, count = self._store.run_script(COMMIT, keys, arguments, before=staged).partition(" ")
+        word, _, count = self._write(COMMIT, keys, arguments, before=staged).partition(" ")
         if word == "replaced":
             header = writes[0].header
             raise ReplacedError(
@@ -221,7 +258,8 @@ class RedisLog:
         sampled: int,
         consumed: int = 0,
         dropped: int = 0,
-        removed: Sequence[int] = (),
+        removed: Sequence[HeldBlock] = (),
+        payload_bytes: int | None = None,
         pages: Mapping[int, bytes] | None = None,
         first_page: int = 0,
     ) -> None:
@@ -232,6 +270,7 @@ class RedisLog:
         Args:
             inserted: what the record is expected to say; it is not changed.
             removed: as in `BlockWrite`.
+            payload_bytes: of the blocks that stay, where the caller knows all of them.
             pages: what `read_pages` is to give for each page.
             first_page: pages before it leave.
 
@@ -241,20 +280,20 @@ class RedisLog:
         steps = max(1, -(-len(removed) // INDEX_STEP), -(-len(numbers) // PAGE_STEP))
         for step in range(steps):
             leaving = removed[step * INDEX_STEP : (step + 1) * INDEX_STEP]
-            arguments = [
+            arguments: list[Argument] = [
                 self._store.token,
-                *_digits(inserted, sampled, consumed, dropped, leaving[-1] if leaving else -1, first_page),
+                *(inserted, sampled, consumed, dropped),
+                *("" if payload_bytes is None else payload_bytes, _floor(leaving), first_page),
             ]
             for page, data in numbers[step * PAGE_STEP : (step + 1) * PAGE_STEP]:
-                arguments += [b"%d" % page, data]
+                arguments += [page, data]
             keys = [self._owner, self._state, self._blocks, self._pages]
-            keys += [self._payload % first_row for first_row in leaving]
-            _require_in_step(self._store.run_script(SAVE, keys, arguments))
+            keys += [self._payload % held.first_row for held in leaving]
+            _require_in_step(self._write(SAVE, keys, arguments))
 
     def restate(self, state: LogState) -> None:
         """Have the record, whose blocks another one had, say what that one said: counters and positions."""
-        keys = [self._owner, self._state, self._positions]
-        _require_in_step(self._store.run_script(RESTATE, keys, [self._store.token, *_state_arguments(state)]))
+        self._restate(self._store.read_server(), state)
 
     def read_blocks(self, first_row: int = 0) -> Iterator[LoggedBlock]:
         """Every block with a row from `first_row` on, in order, read in steps of bounded size, one step ahead.
@@ -295,30 +334,103 @@ class RedisLog:
         saved, now = self._store.command("HGET", self._state, "saved_at"), self._store.command("TIME")
         return None if saved is None else max(0.0, int(now[0]) - int(saved))
 
-    def read_index(self, first_row: int = 0) -> Iterator[IndexEntry]:
-        """What `read_blocks` gives, without the payloads; in steps of bounded size."""
-        # An id is the key of the row after the block: this one is the first above `first_row`.
-        start = b"%d-1" % first_row
+    def read_index(self, first_row: int = 0) -> list[IndexEntry]:
+        """Every block with a row from `first_row` on, in order, without its payload."""
+        return [entry for entry in _without_replaced(self._read_entries()) if entry.end_row > first_row]
+
+    def _read_entries(self) -> list[IndexEntry]:
+        """The index as it is."""
+        entries: list[IndexEntry] = []
+        start = b"-"
         while True:
-            entries = self._store.command("XRANGE", self._blocks, start, "+", "COUNT", INDEX_STEP)
-            index = _parse_index(entries, first_row)
-            yield from index
-            if len(index) < INDEX_STEP:
-                return
-            first_row, start = index[-1].end_row, b"(" + entries[-1][0]
+            found = self._store.command("XRANGE", self._blocks, start, "+", "COUNT", INDEX_STEP)
+            entries += _parse_index(found, entries[-1].end_row if entries else 0)
+            if len(found) < INDEX_STEP:
+                return entries
+            start = b"(" + found[-1][0]
 
-    def _read_state(
+    def _write(
+        self, script: Script, keys: list[bytes], arguments: list[Argument], before: Sequence[Sequence[Argument]] = ()
+    ) -> str:
+        """Run a script of the epoch. Raises OutOfStepError where none has begun on this run of the server."""
+        if self._server is None:
+            raise OutOfStepError("this process has yet to begin an epoch of the record, retry")
+        return self._run(self._server, script, keys, arguments, before)
+
+    def _run(
         self,
-    ) -> tuple[bytes | None, bytes | None, dict[bytes, bytes], list[tuple[bytes, bytes]]]:
-        """Owner, spec, the fields of the state, and the positions by collector."""
-        keys = [self._owner, self._spec, self._state, self._positions]
-        owner, spec, state, positions = self._store.read_by_script(READ, keys)
-        fields = dict(zip(state[::2], state[1::2], strict=True))
-        return owner, spec, fields, list(zip(positions[::2], positions[1::2], strict=True))
+        server: str,
+        script: Script,
+        keys: list[bytes],
+        arguments: list[Argument],
+        before: Sequence[Sequence[Argument]] = (),
+    ) -> str:
+        try:
+            return self._store.run_script(script, keys, arguments, before, server=server)
+        except ServerChangedError as error:
+            raise OutOfStepError(str(error)) from error
 
-    def _has_traces(self, spec: bytes | None, fields: Mapping[bytes, bytes]) -> bool:
+    def _restate(
+        self, server: str, state: LogState, uncounted: Sequence[int] = (), orphans: Sequence[int] = ()
+    ) -> None:
+        keys = [self._owner, self._state, self._positions, self._positions + b":next"]
+        keys += [self._payload % first_row for first_row in (*uncounted, *orphans[:INDEX_STEP])]
+        arguments = [self._store.token, self._epoch, *_state_arguments(state), len(uncounted)]
+        self._begin_epoch(server, RESTATE, keys, [*arguments, *_position_arguments(state)])
+
+    def _begin_epoch(self, server: str, script: Script, keys: list[bytes], arguments: list[Argument]) -> None:
+        self._server = None
+        word, _, epoch = self._run(server, script, keys, arguments).partition(" ")
+        _require_in_step(word)
+        self._server, self._epoch = server, int(epoch)
+
+    def _read_whole(self) -> tuple[_Found, LogState | None]:
+        """What Redis has, and what `read_state` makes of it."""
+        found = self._read_state()
+        if found.owner is not None and not found.is_whole and self._has_traces(found):
+            # Another process may have begun the table just now.
+            found = self._read_state()
+            if not self._holds_all and not found.is_whole:
+                missing = self._spec if found.spec is None else self._state
+                raise self._damaged(missing, "is missing while other keys of the table are there")
+        if found.owner is None or found.spec is None or not found.fields:
+            return found, None
+        fields = found.fields
+        limiter, numbers = fields.get(b"limiter"), {name: self._parse_count(fields, name) for name in _COUNTS}
+        if limiter is None:
+            raise self._damaged(self._state, "has no field 'limiter'", "the limiter's settings as JSON")
+        positions = dict(starmap(self._parse_position, found.positions))
+        inserted = numbers["inserted"]
+        for entry in found.further:
+            header = _header_of(entry)
+            if header is None or entry.first_row < inserted:
+                break
+            # A step that was cut: the collector may have been told nothing of its block, which is there all the same.
+            inserted = entry.end_row
+            positions[header.collector_index] = Position(
+                header.collector_incarnation, header.sequence, header.row_count
+            )
+        state = LogState(
+            row_spec=self._parse_spec(found.spec),
+            limiter_json=limiter.decode(errors="replace"),
+            inserted=inserted,
+            sampled=numbers["sampled"],
+            consumed=numbers["consumed"],
+            dropped=numbers["dropped"],
+            positions=positions,
+        )
+        return found, state
+
+    def _read_state(self) -> _Found:
+        keys = [self._owner, self._spec, self._state, self._positions, self._blocks]
+        owner, spec, state, positions, further = self._store.read_by_script(READ, keys)
+        fields = dict(zip(state[::2], state[1::2], strict=True))
+        pairs = [pair for pair in zip(positions[::2], positions[1::2], strict=True) if pair[0] != _EPOCH_FIELD]
+        return _Found(owner, spec, fields, pairs, _parse_index(further))
+
+    def _has_traces(self, found: _Found) -> bool:
         """Whether anything says that the table was begun."""
-        if spec is not None or fields:
+        if found.spec is not None or found.fields:
             return True
         begun = self._store.command("HGET", self._meta, f"table:{self._table}")
         return begun is not None or self.block_count() > 0 or self.page_count() > 0
@@ -353,7 +465,7 @@ class RedisLog:
 
     def _read_steps(self, first_row: int) -> Iterator[list[LoggedBlock]]:
         rows_in_step = 1  # one block, to learn how large rows are here
-        entries = self.read_index(first_row)
+        entries = iter(self.read_index(first_row))
         entry = next(entries, None)
         while entry is not None:
             step = [entry]
@@ -361,7 +473,7 @@ class RedisLog:
                 step.append(entry)
             payloads = self._store.read_values([self._payload % entry.first_row for entry in step])
             blocks = [
-                LoggedBlock(entry.first_row, entry.end_row - entry.first_row, entry.header, payload or b"")
+                LoggedBlock(entry.first_row, entry.end_row - entry.first_row, entry.header, payload or b"", entry.epoch)
                 for entry, payload in zip(step, payloads, strict=True)
             ]
             size, rows = sum(len(block.payload) for block in blocks), sum(block.row_count for block in blocks)
@@ -369,16 +481,47 @@ class RedisLog:
             yield blocks
 
 
-def _parse_index(entries: Sequence[tuple[bytes, list[bytes]]], first_row: int) -> list[IndexEntry]:
+def _parse_index(entries: Sequence[tuple[bytes, list[bytes]]], first_row: int = 0) -> list[IndexEntry]:
     """The entries as they were read; what a damaged one lacks follows from the one before it."""
     index = []
     for identifier, pairs in entries:
-        end, fields = int(identifier.partition(b"-")[0]), dict(zip(pairs[::2], pairs[1::2], strict=True))
+        epoch, end = map(int, identifier.split(b"-"))
+        end = end or epoch  # format 2 had ids `<key of the row after it>-0`, which come before all of an epoch
+        fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
         text = fields.get(b"first_row", b"")
         first = int(text) if text.isdigit() and int(text) < end else min(first_row, end - 1)
-        index.append(IndexEntry(first, end, fields.get(b"header", b"")))
+        index.append(IndexEntry(first, end, fields.get(b"header", b""), epoch))
         first_row = end
     return index
+
+
+def _without_replaced(entries: Iterable[IndexEntry]) -> list[IndexEntry]:
+    """The entries less those that a later one takes the place of: what one has ends those from there on before it."""
+    index: list[IndexEntry] = []
+    for entry in entries:
+        while index and index[-1].end_row > entry.first_row:
+            index.pop()
+        index.append(entry)
+    return index
+
+
+def _header_of(entry: IndexEntry) -> rows_pb2.BlockHeader | None:
+    """What an entry says of its block; None where it is damaged."""
+    try:
+        header = rows_pb2.BlockHeader.FromString(entry.header)
+    except DecodeError:
+        return None
+    fits = (header.first_row, header.row_count) == (entry.first_row, entry.end_row - entry.first_row)
+    return header if fits else None
+
+
+def _floor(leaving: Sequence[HeldBlock]) -> str:
+    """The id below which entries leave with these blocks."""
+    return _id_after(leaving[-1].epoch, leaving[-1].end_row) if leaving else "-"
+
+
+def _id_after(epoch: int, end_row: int) -> str:
+    return f"{epoch}-{end_row + 1}"
 
 
 def _require_in_step(word: str) -> None:
@@ -386,17 +529,17 @@ def _require_in_step(word: str) -> None:
         raise OutOfStepError("the record in Redis and replay's memory differ; they are being brought together, retry")
 
 
-def _state_arguments(state: LogState) -> list[bytes]:
-    arguments = _digits(state.inserted, state.sampled, state.consumed, state.dropped)
+def _state_arguments(state: LogState) -> list[Argument]:
+    return [state.inserted, state.sampled, state.consumed, state.dropped]
+
+
+def _position_arguments(state: LogState) -> list[Argument]:
+    arguments: list[Argument] = []
     for collector, position in state.positions.items():
-        text = b"%d %d %d" % (position.incarnation, position.sequence, position.stored_row_count)
-        arguments += (b"%d" % collector, text)
+        text = f"{position.incarnation} {position.sequence} {position.stored_row_count}"
+        arguments += (collector, text)
     return arguments
 
 
 def _shown(data: bytes) -> str:
     return repr(data[:80].decode(errors="replace"))
-
-
-def _digits(*values: int) -> list[bytes]:
-    return [b"%d" % value for value in values]

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from paceline.config.models import SHARD
 from paceline.errors import BlockError, ConfigError, ConflictError, NotFoundError, PacelineError, StoreFullError
 from paceline.replay.log import LoggedBlock, LogState, RedisLog
-from paceline.replay.store import RedisStore
+from paceline.replay.store import RedisStore, key_of
 from paceline.rows import Block, RowSpec, block_from_wire
 from paceline.v1 import rows_pb2
 
@@ -180,7 +180,7 @@ class RunRecord:
             state = self.read_state(log)
             if state is None:
                 continue
-            index = list(log.read_index())
+            index = log.read_index()
             damage: list[Damage] = []
             if check:
                 for logged in log.read_blocks():
@@ -316,7 +316,7 @@ def check_block(spec: RowSpec, logged: LoggedBlock) -> tuple[rows_pb2.BlockHeade
 
 def drop_those_that_left(log: RedisLog, damage: Sequence[Damage]) -> list[Damage]:
     """The damage that is none of a replay process at work: blocks that it has removed since they were read."""
-    oldest = next(log.read_index(), None)
+    oldest = next(iter(log.read_index()), None)
     return [block for block in damage if oldest is not None and block.first_row >= oldest.first_row]
 
 
@@ -331,14 +331,10 @@ def _table_names(store: RedisStore) -> list[str]:
 
 def find_shards(store: RedisStore, run_id: str) -> FoundShards:
     """Which records of a run the Redis of `store` has, whatever shard the store itself is of."""
-    single, noted = _read_note(store, _meta_key(run_id, None))[0], 0
-    present = set()
-    for shard in range(MAX_SHARDS):
-        is_there, count = _read_note(store, _meta_key(run_id, shard))
-        if is_there:
-            present.add(shard)
-            noted = max(noted, count)
-    return FoundShards(single, frozenset(present), noted or None)
+    forms = (None, *range(MAX_SHARDS))
+    single, *several = map(_read_note, store.read_each([("HGETALL", key_of(run_id, form, "meta")) for form in forms]))
+    present = {shard: noted for shard, noted in enumerate(several) if noted is not None}
+    return FoundShards(single is not None, frozenset(present), max(present.values(), default=0) or None)
 
 
 def require_shards(store: RedisStore, run_id: str, shards: int, *, shard: int | None = None) -> FoundShards:
@@ -402,19 +398,16 @@ def _find_all_shards(url: str, run_id: str, shards: int) -> FoundShards:
     )
 
 
-def _meta_key(run_id: str, shard: int | None) -> bytes:
-    return f"paceline:{{{run_id if shard is None else f'{run_id}:{shard}'}}}:meta".encode()
+def _read_note(entries: Sequence[bytes] | None) -> int | None:
+    """How many shards the record of these fields says that its run has, 0: it does not say; None: there is no record.
 
-
-def _read_note(store: RedisStore, key: bytes) -> tuple[bool, int]:
-    """Whether a record is there, and how many shards it says that its run has; 0: it does not say."""
-    try:
-        entries = store.command("HGETALL", key)
-    except ConfigError:  # a user of Redis that may see the run's own keys alone
-        return False, 0
-    fields = dict(zip(entries[::2], entries[1::2], strict=True))
+    None is what a user of Redis gets who may see the run's own keys alone.
+    """
+    fields = dict(zip(entries[::2], entries[1::2], strict=True)) if entries else {}
+    if b"format" not in fields:
+        return None
     count = fields.get(SHARDS_FIELD.encode(), b"")
-    return b"format" in fields, int(count) if count.isdigit() else 0
+    return int(count) if count.isdigit() else 0
 
 
 def require_empty(stores: Sequence[RedisStore], run_id: str) -> None:

@@ -14,8 +14,19 @@ from paceline.replay.scripts import CLAIM, Script
 from paceline.replay.values import Values
 from paceline.telemetry import get_logger
 
-FORMAT = "2"
-"""Of the keys and values in Redis; a record of another format is refused."""
+FORMAT = "3"
+"""Of the keys and values in Redis."""
+OLDER_FORMAT = "2"
+"""What the release before wrote, which is gone on with in the new format; a record of any other is refused."""
+
+
+def key_of(run_id: str, shard: int | None, *parts: str) -> bytes:
+    """A key of a run, and of one of its shards (None: it has but one).
+
+    The braces keep all keys of a shard on one node of a cluster.
+    """
+    space = run_id if shard is None else f"{run_id}:{shard}"
+    return ":".join((f"paceline:{{{space}}}", *parts)).encode()
 
 
 class RedisMemory(NamedTuple):
@@ -42,7 +53,7 @@ class RedisStore:
         """
         self._link = RedisLink(url, deadline_seconds=deadline_seconds)
         self._run_id = run_id
-        self._space = run_id if shard is None else f"{run_id}:{shard}"
+        self._shard = shard
         self._token = uuid.uuid4().hex.encode()
         self._checked: dict[str, object] = {}
         self.fenced = threading.Event()
@@ -64,8 +75,8 @@ class RedisStore:
         return self._link.shown
 
     def key(self, *parts: str) -> bytes:
-        """A key of this run and shard. The braces keep all of them on one node of a cluster."""
-        return ":".join((f"paceline:{{{self._space}}}", *parts)).encode()
+        """A key of this run and shard."""
+        return key_of(self._run_id, self._shard, *parts)
 
     def check(self) -> None:
         """See that Redis is there, admits us and cannot evict our keys; log what its settings mean for the rows.
@@ -111,6 +122,10 @@ class RedisStore:
             say = get_logger().info if durability.keeps_rows else get_logger().warning
             say("redis_checked", **checked)
 
+    def read_server(self) -> str:
+        """Which run of which server this is: it changes at each restart. Raises UnavailableError while it is away."""
+        return parse_info(self.command("INFO", "server")).get("run_id", "")
+
     def read_memory(self) -> RedisMemory:
         """How much of its memory Redis uses. Raises UnavailableError while it is away."""
         memory = parse_info(self.command("INFO", "memory"))
@@ -127,7 +142,7 @@ class RedisStore:
         """
         keys = [self.key("owner"), self.key("meta")]
         try:
-            found = self._link.run_script(CLAIM, keys, [self._token, FORMAT, int(resume)])
+            found = self._link.run_script(CLAIM, keys, [self._token, FORMAT, OLDER_FORMAT, int(resume)])
         except ScriptFlagsError:
             found = self._claim_by_commands(resume=resume)
         if found is not None:
@@ -147,6 +162,10 @@ class RedisStore:
         """Run one command and give its reply as it came. Raises the Paceline error that its failure stands for."""
         return self._link.command(*arguments)
 
+    def read_each(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
+        """The replies to commands that change nothing, sent in one go; None to one that this user may not run."""
+        return self._link.read_each(commands)
+
     def read_values(self, keys: Sequence[bytes]) -> Values:
         """The strings at these keys, None where there is none."""
         return self._link.read_values(keys)
@@ -161,14 +180,20 @@ class RedisStore:
         keys: Sequence[bytes],
         arguments: Sequence[Argument],
         before: Sequence[Sequence[Argument]] = (),
+        *,
+        server: str | None = None,
     ) -> str:
         """Run a script that writes, right after the commands `before` it, and give the words that it ends in.
 
+        Args:
+            server: what `read_server` gave, where the script is for no other run of it.
+
         Raises:
+            ServerChangedError: Redis has restarted since, or another one is in its place; nothing was done.
             ReplacedError: another process owns the run.
             PacelineError: what its failure stands for.
         """
-        words = bytes(self._link.run_script(script, keys, arguments, before)).decode()
+        words = bytes(self._link.run_script(script, keys, arguments, before, server=server)).decode()
         if words == "fenced":
             self.fenced.set()
             raise ReplacedError(
@@ -186,16 +211,17 @@ class RedisStore:
             found = None
         else:
             found = bytes(self.command("HGET", self.key("meta"), "format") or b"(none)")
-            if not resume or found != FORMAT.encode():
+            if not resume or found.decode(errors="replace") not in (FORMAT, OLDER_FORMAT):
                 return found
+            self.command("HSET", self.key("meta"), "format", FORMAT)
         self.command("SET", self.key("owner"), self._token)
         return found
 
     def _require_format(self, found: bytes) -> None:
-        if found != FORMAT.encode():
+        if found.decode(errors="replace") not in (FORMAT, OLDER_FORMAT):
             raise ConflictError(
-                f"the record of run {self._run_id!r} has format {found.decode(errors='replace')}: expected {FORMAT}; "
-                "use the version of Paceline that wrote it, or another run.id"
+                f"the record of run {self._run_id!r} has format {found.decode(errors='replace')}: expected "
+                f"{OLDER_FORMAT} or {FORMAT}; use the version of Paceline that wrote it, or another run.id"
             )
 
     def _read_setting(self, name: str) -> str | None:

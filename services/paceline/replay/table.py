@@ -373,6 +373,7 @@ class Table:
             self._tiers.keep(sampled=self.limiter.sampled, all_pages=all_pages)
         except OutOfStepError:
             self._bring_together()
+            self._tiers.keep(sampled=self.limiter.sampled, all_pages=all_pages)
 
     def _bring_together(self) -> None:
         try:

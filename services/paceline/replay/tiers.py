@@ -50,11 +50,12 @@ class _Planned:
     write: BlockWrite
     block: Block
     leaving: list[HeldBlock]
+    epoch: int
 
     @property
     def held(self) -> HeldBlock:
         logged = self.write.block
-        return HeldBlock(logged.first_row, logged.row_count, len(logged.payload), logged.header)
+        return HeldBlock(logged.first_row, logged.row_count, len(logged.payload), logged.header, self.epoch)
 
 
 class Tiers:
@@ -125,6 +126,8 @@ class Tiers:
         that failed ended.
         """
         for logged in self._log.read_blocks(self._blocks.end_row):
+            if logged.end_row > self.inserted:
+                break  # none of ours
             self._take_in(logged)
             self._show()
             yield
@@ -204,13 +207,13 @@ class Tiers:
             write = BlockWrite(
                 LoggedBlock(inserted, block.row_count, header.SerializeToString(), payload),
                 header,
-                removed=[held.first_row for held in leaving],
+                removed=leaving,
                 sampled=sampled,
                 consumed=self.consumed,
                 dropped=dropped,
                 after=recorded,
             )
-            planned.append(_Planned(write, block, leaving))
+            planned.append(_Planned(write, block, leaving, self._log.epoch))
             left += len(leaving)
             inserted = recorded = write.block.end_row
         return planned
@@ -231,8 +234,8 @@ class Tiers:
         """
         leaving = self._leaving(self.memory.first_row, self.inserted)
         with self._pages.changed(everything=all_pages) as pages:
-            removed = [held.first_row for held in leaving]
-            self._save(inserted=self._recorded, sampled=sampled, removed=removed, pages=pages)
+            size = self._blocks.payload_bytes - sum(held.payload_bytes for held in leaving)
+            self._save(inserted=self._recorded, sampled=sampled, removed=leaving, payload_bytes=size, pages=pages)
         self._blocks.remove(leaving)
         self._show()
 
@@ -257,10 +260,11 @@ class Tiers:
         """Make the record and memory agree again; `inserted` may grow by it.
 
         What the record has and memory lacks (a reply was lost) goes into memory. What memory has and the record lacks
-        (Redis came back without its last second, or empty) is written again: rows that were acknowledged stay.
+        (Redis came back without its last second, or empty) is written again: rows that were acknowledged stay. All of
+        it in a new epoch of the record.
         """
         try:
-            state = self._log.read_state()
+            state = self._log.settle()
             if state is not None and state.inserted > self._recorded:
                 # The counters first: a failure in the midst is then mended by the next try, from the block it got to.
                 self.inserted = max(self.inserted, state.inserted)
@@ -283,7 +287,7 @@ class Tiers:
         """Put a block of the record into memory, or leave it out when it is damaged."""
         data: bytes | None = logged.header
         if logged.end_row <= self.consumed:  # the process ended before it could remove it
-            self._blocks.add(HeldBlock(logged.first_row, logged.row_count, len(logged.payload), None))
+            self._blocks.add(HeldBlock(logged.first_row, logged.row_count, len(logged.payload), None, logged.epoch))
             return
         try:
             header = rows_pb2.BlockHeader.FromString(logged.header)
@@ -300,7 +304,7 @@ class Tiers:
             get_logger().error(
                 "block_damaged", table=self._name, block=logged.first_row, rows=logged.row_count, error=str(error)
             )
-        held = HeldBlock(logged.first_row, logged.row_count, len(logged.payload), data)
+        held = HeldBlock(logged.first_row, logged.row_count, len(logged.payload), data, logged.epoch)
         if data is None:
             self._blocks.add(held)
             return
@@ -354,8 +358,9 @@ class Tiers:
             recorded = state.inserted
             # What has left since then is there again.
             oldest = self._blocks.first_row or 0
-            stale = takewhile(lambda logged: logged.first_row < oldest, self._log.read_blocks())
-            self._save(inserted=recorded, sampled=sampled, removed=[logged.first_row for logged in stale])
+            stale = takewhile(lambda entry: entry.first_row < oldest, self._log.read_index())
+            removed = [HeldBlock(each.first_row, each.end_row - each.first_row, 0, None, each.epoch) for each in stale]
+            self._save(inserted=recorded, sampled=sampled, removed=removed)
         self._blocks.drop_damaged_after(recorded)
         lost = [held for held in intact if held.end_row > max(recorded, self.memory.first_row)]
         for held in lost:
@@ -372,7 +377,7 @@ class Tiers:
         header = rows_pb2.BlockHeader.FromString(held.header or b"")
         header.first_row, header.row_count, header.compact_stride = first_row, len(rows), 0
         header.checksum = checksum_of(rows.data)
-        again = HeldBlock(first_row, len(rows), rows.nbytes, header.SerializeToString())
+        again = HeldBlock(first_row, len(rows), rows.nbytes, header.SerializeToString(), self._log.epoch)
         write = BlockWrite(
             LoggedBlock(first_row, len(rows), again.header or b"", rows.data.cast("B")),
             header,
@@ -386,7 +391,13 @@ class Tiers:
         return again.end_row
 
     def _save(
-        self, *, inserted: int, sampled: int, removed: Sequence[int], pages: Mapping[int, bytes] | None = None
+        self,
+        *,
+        inserted: int,
+        sampled: int,
+        removed: Sequence[HeldBlock],
+        payload_bytes: int | None = None,
+        pages: Mapping[int, bytes] | None = None,
     ) -> None:
         try:
             self._log.save(
@@ -395,6 +406,7 @@ class Tiers:
                 consumed=self.consumed,
                 dropped=self.dropped,
                 removed=removed,
+                payload_bytes=payload_bytes,
                 pages=pages,
                 first_page=self.memory.first_page,
             )

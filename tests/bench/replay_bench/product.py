@@ -69,6 +69,7 @@ class ForgetfulLog:
     """The record of a table, as RedisLog promises it, less the record."""
 
     replaced = False
+    epoch = 1
 
     def __init__(self, store: RedisStore, table: str) -> None:
         pass
