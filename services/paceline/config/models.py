@@ -268,7 +268,7 @@ class ReplayConfig(Model):
     """How long replay waits at its start for a Redis that is away; one that loads its data is waited for as long as
     that takes. `paceline train` tells at once when the Redis of `redis_url` is not there."""
     max_streams: PositiveInt = 96
-    """Append and Sample streams that are served at once; more are refused, so that short calls always have a thread."""
+    """Streams (Append, Sample, Follow) served at once; more are refused, so that short calls always have a thread."""
     tables: dict[str, TableConfig] = {"transitions": TableConfig()}
 
     @model_validator(mode="after")
