@@ -132,6 +132,28 @@ def test_every_row_comes_once_and_in_order_over_cuts_in_the_midst(replay, follow
     assert cuts == 2
 
 
+def test_a_follower_says_after_a_cut_where_its_last_row_was(replay, follow):
+    service = replay()
+    service.append(50)
+    source = follow(service)
+    wait_for_rows(source, 50)
+    with service.changed:
+        service.memory.set_end(60)  # a hole at the end, as a damaged block leaves it
+        service.changed.notify_all()
+    wait_for_rows(source, 60)
+    service.stop()
+    service.start()
+
+    def again() -> list[tuple[int, int, float]]:
+        said = [request for request in service.follows if request.HasField("from_row")]
+        return [(request.from_row, request.received_end_row, request.last_stored_at) for request in said]
+
+    service.wait_for(lambda: again() == [(60, 50, 0.0)], "it goes on where it was")
+    service.append(10)
+    wait_for_rows(source, 70)
+    assert source._memory.row_count == 60
+
+
 def test_a_killed_replay_is_learned_from_on_and_its_new_rows_come_when_it_is_back(replay, follow):
     service = replay()
     service.append(50)

@@ -247,6 +247,7 @@ def test_a_follower_that_asks_no_more_is_served_as_far_as_it_asked(opened):
         ([{"from_row": -1}], InvalidInputError, "from_row -1: expected 0 to"),
         ([{"from_row": 2**53}], InvalidInputError, "from_row 9007199254740992: expected"),
         ([{"wanted_before": -1}], InvalidInputError, "wanted_before -1"),
+        ([{"from_row": 3, "received_end_row": 4}], InvalidInputError, "received_end_row 4: expected from_row, which"),
         ([{"sampled_row_count": 2**62}], InvalidInputError, "sampled_row_count 4611686018427387904"),
         ([{"consumed_row": 0}], InvalidInputError, "which is no queue"),
         ([{"limiter_wait_seconds": -1.0}], InvalidInputError, "limiter_wait_seconds -1.0: expected 0 or more"),
@@ -344,3 +345,38 @@ def test_the_time_of_the_last_row_tells_whether_a_record_was_rolled_back(redis_s
     assert client.describe().sampled_row_count == 0  # nothing of such a request was carried out
     with Following(client, from_row=30) as following:  # a follower that does not say it is believed
         assert not following.next().rows_lost
+
+
+def test_a_row_where_a_follower_found_a_damaged_one_tells_that_a_record_was_rolled_back(
+    redis_server, redis_client, serve
+):
+    config, prefix = make_config(redis_server.url), f"paceline:{{{RUN}}}:table:{TABLE}"
+    replay, client = serve(config)
+    client.open()
+    client.append_rows(2)
+    replay.stop()
+    before = {key: redis_client.dump(key) for key in redis_client.scan_iter(f"{prefix}:*")}
+    replay, client = serve(config, resume=True)
+    client.append_rows(1, first=2)
+    replay.stop()
+    redis_client.delete(f"{prefix}:block:20")  # so the follower passes over the rows 20 to 29
+    replay, client = serve(config, resume=True)
+    with Following(client) as following:
+        while (answer := following.next()).first_row < 30:
+            times = list(answer.stored_at)
+    said = {"from_row": 30, "received_end_row": 20, "last_stored_at": times[-1]}
+    with Following(client, **said) as following:
+        assert not following.next().rows_lost
+    replay.stop()
+
+    redis_client.delete(*redis_client.scan_iter(f"{prefix}:*"))
+    for key, value in before.items():
+        redis_client.restore(key, 0, value)
+    _, client = serve(config, resume=True)
+    with Following(client, **said) as following:
+        assert following.next().rows_lost  # the record ends before the key that the follower wants
+    client.append(request(7, block(70, 10)))
+    with Following(client, **said) as following:
+        assert following.next().rows_lost
+    with Following(client, **{**said, "from_row": 20}) as following:
+        assert following.values(10) == list(range(70, 80))

@@ -209,6 +209,7 @@ MESSAGES = {
     "Follow": message_of(
         pb.FollowRequest,
         **{name: st.none() | integers for name in ("from_row", "sampled_row_count", "consumed_row", "wanted_before")},
+        received_end_row=st.none() | integers,
         **{name: st.none() | st.floats() for name in ("last_stored_at", "limiter_wait_seconds")},
     ),
     "OpenTable": message_of(

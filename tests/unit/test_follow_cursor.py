@@ -58,7 +58,8 @@ class Cursor(RuleBasedStateMachine):
         self.believed: dict[int, float] = {}
         self.next_row: int | None = None
         self.last_stored_at: float | None = None
-        self.is_damaged = self.is_rolled_back = False
+        self.received_end: int | None = None
+        self.is_rolled_back = False
         self.table = self._open()
 
     def _open(self) -> Table:
@@ -106,8 +107,7 @@ class Cursor(RuleBasedStateMachine):
     def restart(self) -> None:
         self.table = self._open()
 
-    # Of a row that is damaged nobody can tell whether it was that which the follower had got or passed over.
-    @precondition(lambda self: self.saved.state is not None and not self.is_damaged)
+    @precondition(lambda self: self.saved.state is not None)
     @rule()
     def roll_back(self) -> None:
         """Redis and replay die together, and Redis comes back with what it had saved."""
@@ -124,12 +124,11 @@ class Cursor(RuleBasedStateMachine):
                 replace(block, payload=b"") if block.first_row == first_row else block for block in shelf.blocks
             ]
         self.table = self._open()
-        self.is_damaged = True
 
     @rule(ahead=st.integers(0, 60), message_rows=st.integers(1, 20))
     def read(self, ahead: int, message_rows: int) -> None:
         while not self._read(ahead, message_rows):
-            self.believed, self.next_row, self.last_stored_at = {}, None, None
+            self.believed, self.next_row, self.last_stored_at, self.received_end = {}, None, None, None
         self.is_rolled_back = False
         memory = self.table.memory
         found = {}
@@ -153,6 +152,7 @@ class Cursor(RuleBasedStateMachine):
             from_row=self.next_row,
             wanted_before=max(cursor, min(cursor + ahead, self.table.inserted)),
             last_stored_at=self.last_stored_at,
+            received_end_row=self.received_end,
         )
         clock = ActivityClock(self.metrics.activity_seconds, FOLLOW_ACTIVITIES, "idle")
         stream: Any = OpenStream()
@@ -169,6 +169,8 @@ class Cursor(RuleBasedStateMachine):
             cursor = message.head.first_row + len(rows)
             if len(rows):
                 self.last_stored_at = float(message.arrays["stored_at"][-1])
+            if len(rows) or self.received_end is None:
+                self.received_end = cursor
         self.next_row = cursor
         return True
 

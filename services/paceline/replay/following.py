@@ -15,7 +15,7 @@ from paceline.v1 import replay_pb2 as pb
 MAX_COUNT = 1 << 53
 """Above this a count is no row's: Redis' scripts could not tell neighbours apart."""
 
-_COUNTS = ("from_row", "sampled_row_count", "consumed_row", "wanted_before")
+_COUNTS = ("from_row", "received_end_row", "sampled_row_count", "consumed_row", "wanted_before")
 
 
 def check_progress(request: pb.FollowRequest) -> None:
@@ -24,6 +24,10 @@ def check_progress(request: pb.FollowRequest) -> None:
         value = getattr(request, name)
         if not 0 <= value < MAX_COUNT:
             raise InvalidInputError(f"{name} {value}: expected 0 to {MAX_COUNT - 1}")
+    if request.HasField("received_end_row") and request.received_end_row > request.from_row:
+        raise InvalidInputError(
+            f"received_end_row {request.received_end_row}: expected from_row, which is {request.from_row}, or less"
+        )
     if not 0 <= request.limiter_wait_seconds < MAX_COUNT:  # false for what is no number
         raise InvalidInputError(f"limiter_wait_seconds {request.limiter_wait_seconds}: expected 0 or more seconds")
 
@@ -113,21 +117,26 @@ def _has_lost_rows(table: Table, first: pb.FollowRequest, stream: Stream) -> boo
     """Whether rows that the follower has got are gone from the record, as can be seen of the last one of them.
 
     That is when Redis and replay died together, and Redis had not yet written its last second down. The keys of those
-    rows are given anew, so a key alone does not tell; the time at which the row was stored does.
+    rows are given anew, so a key alone does not tell; the time at which the row was stored does, and so does a row
+    where there was none.
     """
     if not first.HasField("from_row"):
         return False
     lost = first.from_row > table.inserted
-    if not lost and first.from_row and first.HasField("last_stored_at"):
-        last_row = first.from_row - 1
+    received_end = first.received_end_row if first.HasField("received_end_row") else first.from_row
+    if not lost and (first.HasField("last_stored_at") or received_end < first.from_row):
         with table.changed:
-            while not (table.memory.end_row > last_row or table.is_whole):
+            while not (table.memory.end_row >= first.from_row or table.is_whole):
                 if (error := stream.why_ended()) is not None:
                     raise error
                 table.changed.wait()
-        found, _, stored_at = table.memory.read(last_row, 1)
-        # A row that has left, or was damaged, tells nothing; one that left for newer ones was given long before.
-        lost = found == last_row and len(stored_at) == 1 and stored_at[0] != first.last_stored_at
+        if first.HasField("last_stored_at"):
+            found, _, stored_at = table.memory.read(received_end - 1, 1)
+            # A row that has left, or is damaged now, tells nothing; one that left for newer ones was given long before.
+            lost = found == received_end - 1 and len(stored_at) == 1 and stored_at[0] != first.last_stored_at
+        if not lost and received_end < first.from_row:
+            found, rows, _ = table.memory.read(received_end, 1)
+            lost = len(rows) == 1 and found < first.from_row
     if lost:
         get_logger().warning(
             "follower_ahead",

@@ -270,6 +270,8 @@ class Tiers:
                 self.inserted = max(self.inserted, state.inserted)
                 self._count_dropped(max(self.dropped, state.dropped))
                 for logged in self._log.read_blocks(self._recorded):
+                    if logged.end_row > state.inserted:
+                        break  # none of ours
                     self._take_in(logged)
                     self._recorded = logged.end_row
                 self.memory.set_end(self.inserted)

@@ -128,7 +128,7 @@ class UpdatePrioritiesResponse(_message.Message):
     def __init__(self, updated_row_count: _Optional[int] = ..., unknown_row_count: _Optional[int] = ...) -> None: ...
 
 class FollowRequest(_message.Message):
-    __slots__ = ("run_id", "table", "from_row", "sampled_row_count", "consumed_row", "wanted_before", "learner_incarnation", "last_stored_at", "limiter_wait_seconds")
+    __slots__ = ("run_id", "table", "from_row", "sampled_row_count", "consumed_row", "wanted_before", "learner_incarnation", "last_stored_at", "limiter_wait_seconds", "received_end_row")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     FROM_ROW_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,7 @@ class FollowRequest(_message.Message):
     LEARNER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAST_STORED_AT_FIELD_NUMBER: _ClassVar[int]
     LIMITER_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_END_ROW_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     table: str
     from_row: int
@@ -147,7 +148,8 @@ class FollowRequest(_message.Message):
     learner_incarnation: int
     last_stored_at: float
     limiter_wait_seconds: float
-    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., from_row: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., consumed_row: _Optional[int] = ..., wanted_before: _Optional[int] = ..., learner_incarnation: _Optional[int] = ..., last_stored_at: _Optional[float] = ..., limiter_wait_seconds: _Optional[float] = ...) -> None: ...
+    received_end_row: int
+    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., from_row: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., consumed_row: _Optional[int] = ..., wanted_before: _Optional[int] = ..., learner_incarnation: _Optional[int] = ..., last_stored_at: _Optional[float] = ..., limiter_wait_seconds: _Optional[float] = ..., received_end_row: _Optional[int] = ...) -> None: ...
 
 class FollowResponse(_message.Message):
     __slots__ = ("first_row", "row_count", "table_first_row", "inserted_row_count", "sampled_row_count", "complete", "row_spec_digest", "stored_at", "rows_lost", "rows")

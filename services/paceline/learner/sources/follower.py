@@ -89,6 +89,8 @@ class Follower:
         self._has_news = False
         self._last_stored_at: float | None = None
         """Of the last row that came, by replay's clock."""
+        self._received_end: int | None = None
+        """Key after that row; of a follower that got none yet, that of the first one it looked for."""
         self.failure: PacelineError | None = None
         """Why no row will come any more."""
         self._thread = threading.Thread(target=self._follow_until_closed, name="follower", daemon=True)
@@ -140,6 +142,8 @@ class Follower:
         number = self._next_stream()
         first = self._reader.begin(table)
         expected = first.from_row
+        if expected and self._received_end is not None:
+            first.received_end_row = self._received_end
         if expected and self._last_stored_at is not None:
             first.last_stored_at = self._last_stored_at
         for response in self._stream.open(
@@ -151,7 +155,7 @@ class Follower:
             self._stream.note_answer()
             rows = self._rows_of(response)
             if response.head.rows_lost or response.head.first_row < expected:
-                self._last_stored_at = None
+                self._last_stored_at = self._received_end = None
                 self._reader.forget()
                 raise UnavailableError(
                     f"{self._peer} lost rows that came before row {expected}, with the end of its record; asking what "
@@ -160,6 +164,8 @@ class Follower:
             expected = response.head.first_row + len(rows)
             if len(rows):
                 self._last_stored_at = float(response.arrays["stored_at"][-1])
+            if len(rows) or self._received_end is None:
+                self._received_end = expected
             # Once, as they come: what replay's clock is set to later says nothing of these.
             self._reader.take(response.head, rows, self._clock.to_own(response.arrays["stored_at"]))
 
