@@ -26,21 +26,14 @@ def open_lines(path: Path) -> TextIO:
     cut, maybe not the machine.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _cut_torn_line(path)
+    cut_torn_line(path)
     return path.open("a", encoding="utf-8", buffering=1)
 
 
-def _read_object(text: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _cut_torn_line(path: Path) -> None:
+def cut_torn_line(path: Path) -> int:
+    """Cut off a last line without its end, within which its writer died; how many bytes that removes."""
     if not path.exists():
-        return
+        return 0
     with path.open("r+b") as file:
         end = keep = file.seek(0, os.SEEK_END)
         while keep > 0:
@@ -53,3 +46,12 @@ def _cut_torn_line(path: Path) -> None:
             keep = start
         if keep < end:
             file.truncate(keep)
+        return end - keep
+
+
+def _read_object(text: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

@@ -15,6 +15,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from paceline.lag.lines import cut_torn_line
 from paceline.telemetry import get_logger
 
 SCALAR_KINDS = frozenset({"training", "episode", "evaluation"})
@@ -35,7 +36,9 @@ class Recorder:
         """Go on with the record of the run; a line torn by a crash is cut off."""
         run_folder.mkdir(parents=True, exist_ok=True)
         self._path = run_folder / "metrics.jsonl"
-        _cut_torn_line(self._path)
+        removed = cut_torn_line(self._path)
+        if removed:
+            get_logger().warning("torn_line_removed", file=str(self._path), removed_bytes=removed)
         self._lines = self._path.open("a", encoding="utf-8", buffering=1)
         self._scalars = ScalarWriter(run_folder / "tensorboard")
 
@@ -114,23 +117,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return value
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Cut off a last line without its end: its writer died within it, and nothing of it was acknowledged."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        keep = end
-        while keep > 0:
-            start = max(keep - 65536, 0)
-            file.seek(start)
-            newline = file.read(keep - start).rfind(b"\n")
-            if newline >= 0:
-                keep = start + newline + 1
-                break
-            keep = start
-        if keep < end:
-            file.truncate(keep)
-            get_logger().warning("torn_line_removed", file=str(path), removed_bytes=end - keep)
