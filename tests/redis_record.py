@@ -8,7 +8,7 @@ import redis
 
 from contract.memory_log import MemoryLog
 from paceline.replay.blocks import HeldBlock
-from paceline.replay.log import RedisLog
+from paceline.replay.log import LogState, RedisLog
 from paceline.v1 import rows_pb2
 
 
@@ -39,3 +39,12 @@ def keys_of_payloads(client: redis.Redis, run_id: str, table: str = "transitions
 def held(log: RedisLog | MemoryLog, *first_rows: int, rows: int = 10) -> list[HeldBlock]:
     """Blocks of so many rows, as a process knows them that wrote them."""
     return [HeldBlock(first_row, rows, 0, None, log.epoch) for first_row in first_rows]
+
+
+def settle(log: RedisLog | MemoryLog) -> LogState | None:
+    """Begin an epoch as a process does that takes the record as it is; what it says, or None where there is none."""
+    view = log.view()
+    if view is None:
+        return None
+    log.settle(view, view.state)
+    return view.state

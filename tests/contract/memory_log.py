@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from paceline.errors import PacelineError, ReplacedError
 from paceline.replay.blocks import HeldBlock
-from paceline.replay.log import BlockWrite, IndexEntry, LoggedBlock, LogState, OutOfStepError, Position
+from paceline.replay.index import IndexEntry
+from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepError, Position, RecordView
 
 
 @dataclass
@@ -43,11 +44,19 @@ class MemoryLog:
         self._shelf.owner, self._shelf.state, self._shelf.blocks, self._shelf.pages = id(self), state, [], {}
         self._begin_epoch()
 
-    def settle(self) -> LogState | None:
+    def view(self) -> RecordView | None:
         state = self.read_state()
-        if state is not None:
-            self.restate(state)
-        return state
+        if state is None:
+            return None
+        return RecordView("", b"%d" % self._shelf.epoch, b"%d" % state.inserted, state, self.read_index(), 0, ())
+
+    def settle(self, view: RecordView, state: LogState) -> None:
+        if (view.epoch, view.next_row) != (
+            b"%d" % self._shelf.epoch,
+            b"%d" % self._require(None, begun=False).inserted,
+        ):
+            raise OutOfStepError("another record")
+        self._restate(state)
 
     def append(self, writes: Sequence[BlockWrite]) -> int:
         for number, write in enumerate(writes):
@@ -65,10 +74,13 @@ class MemoryLog:
         block, header = write.block, write.header
         state = self._require(block.first_row if write.after is None else write.after)
         known = state.positions.get(header.collector_index, Position(0, 0, 0))
-        if header.collector_incarnation < known.incarnation:
+        if header.collector_incarnation < known.incarnation and not write.again:
             raise ReplacedError(f"collector {header.collector_index}: a newer incarnation took over")
-        if header.collector_incarnation == known.incarnation and header.sequence <= known.sequence:
+        is_known = header.collector_incarnation == known.incarnation and header.sequence <= known.sequence
+        if is_known and not write.again:
             return False
+        # What an earlier epoch had from there on, it takes the place of.
+        self._shelf.blocks = [each for each in self._shelf.blocks if each.end_row <= block.first_row]
         self._shelf.blocks.append(replace(block, payload=bytes(block.payload), epoch=self.epoch))
         self._remove(write.removed)
         position = Position(header.collector_incarnation, header.sequence, header.row_count)
@@ -100,7 +112,11 @@ class MemoryLog:
         self._shelf.pages = {**kept, **{page: bytes(data) for page, data in (pages or {}).items()}}
         self._shelf.state = replace(state, sampled=sampled, consumed=consumed, dropped=dropped)
 
-    def restate(self, state: LogState) -> None:
+    def restate(self, state: LogState, inserted: int) -> None:
+        self._require(inserted)
+        self._restate(state)
+
+    def _restate(self, state: LogState) -> None:
         kept = self._require(None, begun=False)
         self._begin_epoch()
         self._shelf.state = replace(state, row_spec=kept.row_spec, limiter_json=kept.limiter_json)

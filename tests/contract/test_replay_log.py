@@ -17,7 +17,7 @@ from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepErro
 from paceline.replay.store import RedisStore
 from paceline.rows import Column, RowSpec
 from paceline.v1 import rows_pb2
-from redis_record import held
+from redis_record import held, settle
 from redis_servers import SERVERS, start_redis
 
 SPEC = RowSpec((Column("value", "float32", (3,)), Column("step", "int64")))
@@ -71,7 +71,7 @@ def place(server):
 
 def opened(log):
     """As a process takes a table over, if it is there."""
-    log.settle()
+    settle(log)
     return log
 
 
@@ -322,7 +322,7 @@ def test_a_record_can_be_made_to_say_what_another_said(place):
     log.begin(BEGUN)
     append(log, 0, header(1, collector=5))
     said = LogState(SPEC, "{}", inserted=90, sampled=8, consumed=7, dropped=6, positions={1: Position(2, 3, 4)})
-    log.restate(said)
+    log.restate(said, 10)
     assert log.read_state() == said
     assert first_rows(log) == [0]
     assert append(log, 9, header(4, collector=1, incarnation=2))
@@ -571,6 +571,7 @@ def lose(*keys: str) -> Callable[[redis.Redis], object]:
         *((lose_field("state", field), f":state has no field '{field}'") for field in ("inserted", "limiter")),
         (lose_field("state", "consumed"), ":state has no field 'consumed'; expected a count"),
         (spoil_field("state", "sampled", "many"), ":state has 'many' as its field 'sampled'"),
+        (spoil_field("state", "epoch", "last"), ":state has 'last' as its field 'epoch'"),
         (spoil_field("positions", "0", "1 x 2"), ":positions has '1 x 2' as its field '0'; expected by the collector"),
         (spoil_field("positions", "first", "1 2 3"), "as its field 'first'"),
     ],
@@ -666,7 +667,7 @@ def test_after_a_restart_of_redis_a_process_begins_an_epoch_before_it_writes(kin
             attempt()
         assert log.read_state() == before
     epoch = log.epoch
-    assert log.settle() == before
+    assert settle(log) == before
     assert log.epoch > epoch
     assert append(log, 1, header(2))
     log.save(inserted=20, sampled=5)
@@ -681,7 +682,7 @@ def test_what_a_later_epoch_wrote_takes_the_place_of_what_an_earlier_one_did(bar
     log.begin(BEGUN)
     append(log, 0, header(1))
     index, payload = f"{PREFIX}table:{TABLE}:blocks", f"{PREFIX}table:{TABLE}:block:"
-    log.settle()
+    settle(log)
     log.append([BlockWrite(LoggedBlock(10, 5, header(1, rows=5).SerializeToString(), b"later"), header(2, rows=5))])
     entries = client.xrange(index)
     client.delete(index)
@@ -693,7 +694,7 @@ def test_what_a_later_epoch_wrote_takes_the_place_of_what_an_earlier_one_did(bar
     client.xadd(index, entries[1][1], id=entries[1][0])
     expected = [(0, 10), (10, 15)]
     assert [(block.first_row, block.end_row) for block in log.read_blocks()] == expected
-    log.settle()
+    settle(log)
     assert not client.exists(f"{payload}20")
     assert [(block.first_row, block.end_row, len(block.payload)) for block in log.read_blocks()] == [
         (0, 10, 9000),
@@ -717,18 +718,64 @@ def test_blocks_of_a_step_that_came_about_in_part_are_taken_for_stored(bare):
     assert (state.inserted, state.positions) == (20, {0: Position(1, 1, ROWS), 2: Position(7, 4, ROWS)})
     with pytest.raises(OutOfStepError):
         append(log, 2, header(2))
-    assert log.settle() == state
+    assert settle(log) == state
     assert log.payload_bytes() == 9000 + len("a payload")
     assert append(log, 2, header(2))
     assert first_rows(log) == [0, 10, 20]
     assert log.read_state().inserted == 30
 
 
+@pytest.mark.parametrize("wrong", ["epoch", "next row"])
+def test_a_record_that_has_changed_since_it_was_read_is_not_settled(place, wrong):
+    log = place.open()
+    log.begin(BEGUN)
+    append(log, 0, header(1))
+    view = log.view()
+    if wrong == "epoch":
+        settle(log)
+    else:
+        append(log, 1, header(2))
+    before = log.read_state()
+    with pytest.raises(OutOfStepError):
+        log.settle(view, view.state)  # as one that comes late
+    assert log.read_state() == before
+    settle(log)
+    assert append(log, before.inserted // ROWS, header(3))
+
+
 @real_servers
-def test_a_record_of_the_format_before_is_read_and_gone_on_with(bare, server):
+def test_a_step_of_an_earlier_epoch_that_comes_late_changes_nothing(bare):
     log, client = bare
     log.begin(BEGUN)
-    log.append([write(number, header(number + 1, first_row=ROWS * number)) for number in range(4)])
+    append(log, 0, header(1))
+    client.hset(f"{PREFIX}table:{TABLE}:state", "epoch", 2)
+    for attempt in (lambda: append(log, 1, header(2)), lambda: log.save(inserted=10, sampled=5)):
+        with pytest.raises(OutOfStepError):
+            attempt()
+    assert first_rows(log) == [0]
+    assert log.read_state().sampled == 0
+
+
+def test_a_record_is_made_to_say_what_another_said_only_if_it_has_all_blocks(place):
+    log = place.open()
+    log.begin(BEGUN)
+    append(log, 0, header(1))
+    with pytest.raises(OutOfStepError):
+        log.restate(replace(BEGUN, inserted=20), 20)
+    assert log.read_state().inserted == 10
+
+
+def test_a_block_that_is_written_again_need_not_be_new_to_its_collector(place):
+    log = place.open()
+    log.begin(replace(BEGUN, positions={0: Position(2, 9, ROWS)}))
+    assert not append(log, 0, header(3, incarnation=2))
+    assert append(log, 0, header(3, incarnation=2), again=True)
+    assert append(log, 1, header(8, incarnation=1), again=True)
+    assert log.read_state().positions == {0: Position(1, 8, ROWS)}
+
+
+def as_before(client: redis.Redis) -> None:
+    """Have the record be as the release before would have written it."""
     table = f"{PREFIX}table:{TABLE}"
     entries = client.xrange(f"{table}:blocks")
     client.delete(f"{table}:blocks")
@@ -736,6 +783,48 @@ def test_a_record_of_the_format_before_is_read_and_gone_on_with(bare, server):
         client.xadd(f"{table}:blocks", fields, id=f"{int(identifier.split(b'-')[1])}-0")
     client.hdel(f"{table}:state", "epoch")
     client.hset(f"{PREFIX}meta", "format", "2")
+
+
+@real_servers
+def test_what_turns_up_of_a_step_of_the_format_before_takes_no_place(bare):
+    log, client = bare
+    log.begin(BEGUN)
+    log.append([write(number, header(number + 1, first_row=ROWS * number)) for number in range(2)])
+    as_before(client)
+    table = f"{PREFIX}table:{TABLE}"
+    another = RedisLog(log._store, TABLE)
+    settle(another)
+    later = [write(number, header(number, collector=3, first_row=ROWS * number)) for number in (2, 3)]
+    # What Redis carries out first, at the load after the next kill: it knew nothing of it when the epoch began.
+    stale = {"first_row": 20, "header": header(1, collector=4, first_row=20).SerializeToString()}
+    client.xadd(f"{table}:blocks", stale, id="30-0")
+    client.xadd(f"{table}:blocks", {**stale, "first_row": 30}, id="40-0")
+    assert another.append(later) == 2
+    assert list(another.read_blocks())[2:] == [each.block for each in later]
+
+
+@real_servers
+def test_an_entry_of_the_format_before_that_has_no_payload_yet_is_not_taken_for_stored(bare):
+    log, client = bare
+    log.begin(BEGUN)
+    append(log, 0, header(1))
+    as_before(client)
+    stale = {"first_row": 10, "header": header(1, collector=4, first_row=10).SerializeToString()}
+    client.xadd(f"{PREFIX}table:{TABLE}:blocks", stale, id="20-0")
+    another = RedisLog(log._store, TABLE)
+    state = settle(another)
+    assert (state.inserted, state.positions) == (10, {0: Position(1, 1, ROWS)})
+    assert append(another, 1, header(1, collector=4))
+    assert first_rows(another) == [0, 10]
+    assert bytes(list(another.read_blocks())[1].payload) == block(1, header(1)).payload
+
+
+@real_servers
+def test_a_record_of_the_format_before_is_read_and_gone_on_with(bare, server):
+    log, client = bare
+    log.begin(BEGUN)
+    log.append([write(number, header(number + 1, first_row=ROWS * number)) for number in range(4)])
+    as_before(client)
     before = list(log.read_blocks())
     assert [block.first_row for block in before] == [0, 10, 20, 30]
     assert first_rows(log, 25) == [20, 30]
@@ -745,7 +834,7 @@ def test_a_record_of_the_format_before_is_read_and_gone_on_with(bare, server):
     assert store.claim(resume=True)
     assert client.hget(f"{PREFIX}meta", "format") == b"3"
     newer = RedisLog(store, TABLE)
-    state = newer.settle()
+    state = settle(newer)
     assert (state.inserted, state.positions) == (40, {0: Position(1, 4, ROWS)})
     assert append(newer, 4, header(5))
     assert first_rows(newer) == [0, 10, 20, 30, 40]

@@ -61,12 +61,12 @@ def open_store():
 
 def save(store: RedisStore) -> str:
     keys = [store.key(part) for part in ("owner", "state", "blocks", "pages")]
-    return store.run_script(SAVE, keys, [store.token, 0, 0, 0, 0, 0, "-", 0])
+    return store.run_script(SAVE, keys, [store.token, 1, 0, 0, 0, 0, 0, "-", 0])
 
 
 def commit(store: RedisStore) -> str:
     keys = [store.key(part) for part in ("owner", "state", "positions", "blocks", "staged", "block:0")]
-    arguments = [store.token, 1, b"header", "0 0 1 0 1 1 1 0 0 0 7 0 -"]
+    arguments = [store.token, 1, b"header", "0 0 1 0 1 1 1 0 0 0 7 0 - 0"]
     return store.run_script(COMMIT, keys, arguments, before=[("SET", store.key("staged"), b"payload")])
 
 

@@ -24,7 +24,7 @@ from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepErro
 from paceline.replay.store import RedisStore
 from paceline.rows import Column, RowSpec
 from paceline.v1 import rows_pb2
-from redis_record import held
+from redis_record import held, settle
 from redis_servers import SERVERS, start_redis
 
 SPEC = RowSpec((Column("value", "float32"),))
@@ -41,7 +41,7 @@ class Record:
             self.store.claim(resume=resume)
             self.log = RedisLog(self.store, "transitions")
             if resume:
-                self.log.settle()
+                settle(self.log)
             else:
                 self.log.begin(LogState(SPEC, "{}"))
         except BaseException:
@@ -401,7 +401,7 @@ def append_until_stored(record: Record, number: int) -> None:
             try:
                 record.append(number)
             except OutOfStepError:  # as it is on another server, and on one that has restarted
-                record.log.settle()
+                settle(record.log)
         with contextlib.suppress(UnavailableError):
             return record.log.read_state().inserted == ROWS * (number + 1)
         return False
@@ -475,7 +475,7 @@ def test_what_a_replica_had_not_got_yet_is_noticed_and_can_be_written_again(pair
         raise AssertionError("a block was stored after a gap")
 
     wait_until(out_of_step)
-    record.log.settle()
+    settle(record.log)
     assert record.log.read_state().inserted == ROWS
     assert record.append(1)
     assert record.append(2)

@@ -22,7 +22,7 @@ from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepErro
 from paceline.replay.store import RedisStore
 from paceline.rows import Column, RowSpec
 from paceline.v1 import rows_pb2
-from redis_record import keys_of_payloads
+from redis_record import keys_of_payloads, settle
 from redis_servers import SERVERS, start_redis
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -57,7 +57,7 @@ class Process:
         self.store.claim(resume=True)
         self.log = RedisLog(self.store, TABLE)
         if self.begun:
-            assert self.log.settle() is not None
+            assert settle(self.log) is not None
             for block in self.stored():
                 self._hold(block, block.epoch)
         else:
@@ -71,7 +71,7 @@ class Process:
         try:
             return self._append(blocks, leaving)
         except OutOfStepError:
-            self.log.settle()
+            settle(self.log)
             return self._append(blocks, leaving)
 
     def _append(self, blocks: Sequence[Sent], leaving: int) -> int:
@@ -128,7 +128,7 @@ LEAVING = 2
 STEPS: dict[str, Callable[[Process], object]] = {
     "a message": lambda process: process.append(CUT, leaving=LEAVING),
     "a save": lambda process: process.save(leaving=LEAVING),
-    "an epoch": lambda process: process.log.settle(),
+    "an epoch": lambda process: settle(process.log),
 }
 
 

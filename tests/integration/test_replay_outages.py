@@ -36,6 +36,7 @@ from paceline.errors import (
 )
 from paceline.rows import Block, Column, RowSpec
 from paceline.rpc.status import raising
+from paceline.v1 import rows_pb2
 from redis_servers import start_redis
 
 PREFIX = f"paceline:{{{RUN}}}:table:{TABLE}"
@@ -80,20 +81,32 @@ def test_while_redis_is_away_appends_are_refused_and_sampling_goes_on(own_redis,
     assert replay.metrics()["paceline_replay_redis_available"] == 1
 
 
+def what_redis_knows(client: redis.Redis) -> dict[bytes, bytes]:
+    """Of the table: what it knows again after a crash, exactly the scripts up to this moment."""
+    return {key: client.dump(key) for key in client.scan_iter(f"{PREFIX}:*")}
+
+
+def have_redis_know(client: redis.Redis, known: dict[bytes, bytes], *more: tuple[object, ...]) -> None:
+    """In one step, with `more` commands after it."""
+    with client.pipeline() as pipeline:
+        for key in client.scan_iter(f"{PREFIX}:*"):
+            pipeline.delete(key)
+        for key, value in known.items():
+            pipeline.restore(key, 0, value)
+        for command in more:
+            pipeline.execute_command(*command)
+        pipeline.execute()
+
+
 def test_a_redis_that_lost_its_last_second_gets_it_again(redis_server, redis_client, serve):
     config = make_config(redis_server.url, capacity=100)
     replay, client = serve(config)
     client.open()
     client.append_rows(8)
-    # What Redis knew then, it knows again after a crash: exactly the scripts up to some moment.
-    before = {key: redis_client.dump(key) for key in redis_client.scan_iter(f"{PREFIX}:*")}
+    before = what_redis_knows(redis_client)
     client.append_rows(4, first=8)
-    with structlog.testing.capture_logs() as events, redis_client.pipeline() as pipeline:
-        for key in redis_client.scan_iter(f"{PREFIX}:*"):
-            pipeline.delete(key)
-        for key, value in before.items():
-            pipeline.restore(key, 0, value, replace=True)
-        pipeline.execute()
+    with structlog.testing.capture_logs() as events:
+        have_redis_know(redis_client, before)
         client.append(request(13, block(120, 10)))
     assert values_in_redis(redis_client) == list(range(30, 130))
     assert [event["blocks"] for event in events if event["event"] == "record_written_again"] == [4]
@@ -104,6 +117,61 @@ def test_a_redis_that_lost_its_last_second_gets_it_again(redis_server, redis_cli
     _, client = serve(config, resume=True)
     after = client.describe()
     assert (after.row_count, after.inserted_row_count, after.collectors[0].sequence) == (100, 130, 13)
+
+
+def test_a_redis_that_gets_back_what_it_had_lost_loses_nothing_when_blocks_leave(redis_server, redis_client, serve):
+    """As where one fails over to a replica that lagged, and back."""
+    config = make_config(redis_server.url, capacity=100)
+    replay, client = serve(config)
+    client.open()
+    client.append_rows(3)
+    lagging = what_redis_knows(redis_client)
+    client.append_rows(5, first=3)
+    ahead = what_redis_knows(redis_client)
+    with structlog.testing.capture_logs() as events:
+        have_redis_know(redis_client, lagging)
+        wait_until(lambda: redis_client.xlen(BLOCKS) == 8, "the record is written again")
+        wait_until(lambda: any(event["event"] == "record_written_again" for event in events), "it says so")
+    have_redis_know(redis_client, ahead)
+    client.append_rows(7, first=8)  # for which five leave, of those that were written twice two
+    assert values_in_redis(redis_client) == list(range(50, 150))
+    replay.stop()
+    _, client = serve(config, resume=True)
+    assert set(client.sample_values(3000).tolist()) == set(range(50, 150))
+
+
+def test_a_block_that_was_acknowledged_is_written_again_where_another_turns_up(redis_server, redis_client, serve):
+    config = make_config(redis_server.url)
+    replay, client = serve(config)
+    client.open()
+    client.append_rows(3)
+    before = what_redis_knows(redis_client)
+    client.append_rows(1, first=3)
+    # An earlier step, of another collector, that nobody was told of, and that Redis carries out only now.
+    other = rows_pb2.BlockHeader()
+    other.CopyFrom(request(1, block(900, 10), collector=5).header)
+    other.first_row = 30
+    entry = ("XADD", BLOCKS, "1-40", "first_row", 30, "header", other.SerializeToString())
+    have_redis_know(redis_client, before, ("SET", f"{PREFIX}:block:30", block(900, 10).data.tobytes()), entry)
+    (answer,) = client.append(request(1, block(900, 10), collector=5))
+    assert not answer.duplicate
+    assert values_in_redis(redis_client) == [*range(40), *range(900, 910)]
+    replay.stop()
+    _, client = serve(config, resume=True)
+    assert set(client.sample_values(3000).tolist()) == {*range(40), *range(900, 910)}
+    assert {each.collector_index: each.sequence for each in client.describe().collectors} == {0: 4, 5: 1}
+
+
+def test_a_block_that_the_record_lacks_in_its_midst_is_written_again(redis_server, redis_client, serve):
+    config = make_config(redis_server.url)
+    replay, client = serve(config)
+    client.open()
+    client.append_rows(6)
+    redis_client.xdel(BLOCKS, *[identifier for identifier, _ in redis_client.xrange(BLOCKS)][2:4])
+    redis_client.hset(f"{PREFIX}:state", "epoch", 7)  # whoever did that is noticed at the next step
+    client.append_rows(1, first=6)
+    assert values_in_redis(redis_client) == list(range(70))
+    replay.stop()
 
 
 def test_a_redis_that_lost_everything_gets_it_again_without_an_append(redis_server, redis_client, serve):

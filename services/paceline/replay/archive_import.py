@@ -164,7 +164,8 @@ def _write_table_record(archive: ArchiveReader, number: int, table: TableEntry, 
         yield len(block.payload)
     if end is None:
         log.begin(state)
-    log.restate(state)
+        end = state.inserted
+    log.restate(state, end)
     pages: dict[int, bytes] = {}
     first_page = None
     for page, data in _read_pages(archive, number, table):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
+
+from paceline.replay.index import IndexEntry, header_of
+from paceline.v1 import rows_pb2
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,15 @@ class HeldBlock:
     def end_row(self) -> int:
         """Key of the row after the last one."""
         return self.first_row + self.row_count
+
+    def is_at(self, entry: IndexEntry) -> bool:
+        """Whether an entry of the record's index is of this block, in whatever form it was written."""
+        if entry.first_row != self.first_row or entry.end_row != self.end_row:
+            return False
+        if self.header is None or self.header == entry.header:
+            return True
+        found = header_of(entry)
+        return found is not None and _sender(found) == _sender(rows_pb2.BlockHeader.FromString(self.header))
 
 
 class HeldBlocks:
@@ -85,3 +98,27 @@ class HeldBlocks:
         """A block was written again, in another form."""
         self._blocks[self._blocks.index(held)] = again
         self.payload_bytes += again.payload_bytes - held.payload_bytes
+
+    def compare(self, index: Sequence[IndexEntry]) -> int | None:
+        """Note where the record has each block now; the key from which on it lacks one, or has others than these.
+
+        Those that it lacks and that nobody can write again are held no more: damaged ones, and the oldest, which were
+        leaving when a step was cut. None: it has all.
+        """
+        entries = {entry.first_row: entry for entry in index}
+        oldest = index[0].first_row if index else None
+        kept: deque[HeldBlock] = deque()
+        differs: int | None = None
+        for held in self._blocks:
+            entry = entries.get(held.first_row)
+            if entry is not None and held.is_at(entry):
+                kept.append(held if held.epoch == entry.epoch else replace(held, epoch=entry.epoch))
+            elif held.header is not None and (entry is not None or oldest is None or held.first_row > oldest):
+                differs = held.first_row if differs is None else differs
+                kept.append(held)
+        self._blocks, self.payload_bytes = kept, sum(held.payload_bytes for held in kept)
+        return differs
+
+
+def _sender(header: rows_pb2.BlockHeader) -> tuple[int, int, int]:
+    return header.collector_index, header.collector_incarnation, header.sequence

@@ -8,14 +8,14 @@ blocks that came about are taken for stored.
 An epoch begins when a process takes the table over, and when Redis has restarted. What was written to an earlier run of
 the server may still turn up at a later one, so of two blocks for the same rows that of the later epoch is the record's.
 
-What a process that owns the run knows and what the record says must agree on the key of the next row, and on the run of
-the server; where they do not (a lost reply, a restart of Redis that may have lost its last second), OutOfStepError says
-so and the table mends it.
+What a process that owns the run knows and what the record says must agree on the key of the next row, on the epoch, and
+on the run of the server; where they do not (a lost reply, a restart of Redis that may have lost its last second),
+OutOfStepError says so, and the table compares both block by block and mends what differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import starmap
@@ -25,6 +25,7 @@ from google.protobuf.message import DecodeError
 
 from paceline.errors import ConflictError, ReplacedError, RowSpecError, UnavailableError
 from paceline.replay.blocks import HeldBlock
+from paceline.replay.index import IndexEntry, header_of, id_after, parse_index, without_replaced
 from paceline.replay.link import Argument, ServerChangedError
 from paceline.replay.scripts import BEGIN, CLEAR, COMMIT, READ, RESTATE, SAVE, Script
 from paceline.replay.store import FORMAT, RedisStore
@@ -107,18 +108,29 @@ class BlockWrite:
     consumed: int = 0
     dropped: int = 0
     """The counters with this block."""
+    again: bool = False
+    """Whether its collector's position says that it was stored, as it was, and it is written all the same."""
     after: int | None = None
     """Key of the row that the record believes comes next, where a hole lies between it and the block; None: it is the
     block's first row."""
 
 
-class IndexEntry(NamedTuple):
-    """A block without its payload."""
+@dataclass(frozen=True)
+class RecordView:
+    """What the record says and which blocks it has, as one process read it of one run of the server."""
 
-    first_row: int
-    end_row: int
-    header: bytes
-    epoch: int
+    server: str
+    epoch: bytes
+    """Its latest; empty where it has none."""
+    next_row: bytes
+    """What it gave for `state.inserted`, which takes in blocks that came about in part of a step."""
+    state: LogState
+    index: Sequence[IndexEntry]
+    """In order, up to `state.inserted`."""
+    uncounted_bytes: int
+    """Of payloads that it has not counted yet."""
+    orphans: Sequence[int]
+    """First rows of payloads that no block has."""
 
 
 class _Found(NamedTuple):
@@ -177,9 +189,9 @@ class RedisLog:
         """
         server = self._store.read_server()
         while entries := self._store.command("XRANGE", self._blocks, "-", "+", "COUNT", INDEX_STEP):
-            index = _parse_index(entries)
+            index = parse_index(entries)
             payloads = [self._payload % entry.first_row for entry in index]
-            floor = _id_after(index[-1].epoch, index[-1].end_row)
+            floor = id_after(index[-1].epoch, index[-1].end_row)
             self._store.run_script(CLEAR, [self._owner, self._blocks, *payloads], [self._store.token, floor])
         arguments: list[Argument] = [
             self._store.token,
@@ -195,22 +207,34 @@ class RedisLog:
         self._begin_epoch(server, BEGIN, keys, arguments)
         self._holds_all = True
 
-    def settle(self) -> LogState | None:
-        """Begin an epoch, before this process' first block and after each restart of Redis; what the record says.
-
-        What steps that were cut left behind leaves.
-
-        Raises: as `read_state` and `append` do.
-        """
+    def view(self) -> RecordView | None:
+        """What `settle` wants to know; None and errors as `read_state`."""
         server = self._store.read_server()
-        found, state = self._read_whole()
-        if state is not None:
-            entries = self._read_entries()
-            blocks = {entry.first_row for entry in _without_replaced(entries)}
-            orphans = [entry.first_row for entry in entries if entry.first_row not in blocks]
-            uncounted = [entry.first_row for entry in found.further if entry.end_row <= state.inserted]
-            self._restate(server, state, uncounted, orphans)
-        return state
+        found, state, uncounted_bytes = self._read_whole()
+        if state is None:
+            return None
+        entries = self._read_entries()
+        index = without_replaced(entries)
+        blocks = {entry.first_row for entry in index}
+        return RecordView(
+            server=server,
+            epoch=found.fields.get(b"epoch", b""),
+            next_row=found.fields[b"inserted"],
+            state=state,
+            index=[entry for entry in index if entry.end_row <= state.inserted],
+            uncounted_bytes=uncounted_bytes,
+            orphans=[entry.first_row for entry in entries if entry.first_row not in blocks],
+        )
+
+    def settle(self, view: RecordView, state: LogState) -> None:
+        """Begin an epoch, in which the record says `state`; before this process' first block, and after restarts.
+
+        Which row spec and limiter it has stays. Payloads that steps left behind which were cut leave.
+
+        Raises:
+            OutOfStepError: the record, or the server, is no longer what `view` gave.
+        """
+        self._restate(view.server, state, view.epoch, view.next_row, view.uncounted_bytes, view.orphans)
 
     def append(self, writes: Sequence[BlockWrite]) -> int:
         """Store blocks in order, each with what leaves for it and the counters, in one step; how many were stored.
@@ -238,7 +262,7 @@ class RedisLog:
                 *(after, block.first_row, block.end_row),
                 *(header.collector_index, header.collector_incarnation, header.sequence, header.row_count),
                 *(write.sampled, write.consumed, write.dropped, len(block.payload)),
-                *(len(removed), _floor(removed)),
+                *(len(removed), _floor(removed), int(write.again)),
             )
             arguments += (block.header, " ".join(map(str, numbers)))
         word, _, count = self._write(COMMIT, keys, arguments, before=staged).partition(" ")
@@ -282,7 +306,7 @@ class RedisLog:
             leaving = removed[step * INDEX_STEP : (step + 1) * INDEX_STEP]
             arguments: list[Argument] = [
                 self._store.token,
-                *(inserted, sampled, consumed, dropped),
+                *(self._epoch, inserted, sampled, consumed, dropped),
                 *("" if payload_bytes is None else payload_bytes, _floor(leaving), first_page),
             ]
             for page, data in numbers[step * PAGE_STEP : (step + 1) * PAGE_STEP]:
@@ -291,9 +315,11 @@ class RedisLog:
             keys += [self._payload % held.first_row for held in leaving]
             _require_in_step(self._write(SAVE, keys, arguments))
 
-    def restate(self, state: LogState) -> None:
-        """Have the record, whose blocks another one had, say what that one said: counters and positions."""
-        self._restate(self._store.read_server(), state)
+    def restate(self, state: LogState, inserted: int) -> None:
+        """Have the record that this process wrote, up to `inserted`, say what that one said whose blocks it has got."""
+        if self._server is None:
+            raise OutOfStepError("this process has yet to begin an epoch of the record, retry")
+        self._restate(self._server, state, b"%d" % self._epoch, b"%d" % inserted)
 
     def read_blocks(self, first_row: int = 0) -> Iterator[LoggedBlock]:
         """Every block with a row from `first_row` on, in order, read in steps of bounded size, one step ahead.
@@ -318,7 +344,7 @@ class RedisLog:
                 return
 
     def block_count(self) -> int:
-        """Blocks in the record."""
+        """Entries of the index: its blocks, and what they took the place of."""
         return int(self._store.command("XLEN", self._blocks))
 
     def payload_bytes(self) -> int:
@@ -336,7 +362,7 @@ class RedisLog:
 
     def read_index(self, first_row: int = 0) -> list[IndexEntry]:
         """Every block with a row from `first_row` on, in order, without its payload."""
-        return [entry for entry in _without_replaced(self._read_entries()) if entry.end_row > first_row]
+        return [entry for entry in without_replaced(self._read_entries()) if entry.end_row > first_row]
 
     def _read_entries(self) -> list[IndexEntry]:
         """The index as it is."""
@@ -344,7 +370,7 @@ class RedisLog:
         start = b"-"
         while True:
             found = self._store.command("XRANGE", self._blocks, start, "+", "COUNT", INDEX_STEP)
-            entries += _parse_index(found, entries[-1].end_row if entries else 0)
+            entries += parse_index(found, entries[-1].end_row if entries else 0)
             if len(found) < INDEX_STEP:
                 return entries
             start = b"(" + found[-1][0]
@@ -371,12 +397,20 @@ class RedisLog:
             raise OutOfStepError(str(error)) from error
 
     def _restate(
-        self, server: str, state: LogState, uncounted: Sequence[int] = (), orphans: Sequence[int] = ()
+        self,
+        server: str,
+        state: LogState,
+        epoch: bytes,
+        next_row: bytes,
+        uncounted_bytes: int = 0,
+        orphans: Sequence[int] = (),
     ) -> None:
         keys = [self._owner, self._state, self._positions, self._positions + b":next"]
-        keys += [self._payload % first_row for first_row in (*uncounted, *orphans[:INDEX_STEP])]
-        arguments = [self._store.token, self._epoch, *_state_arguments(state), len(uncounted)]
-        self._begin_epoch(server, RESTATE, keys, [*arguments, *_position_arguments(state)])
+        # The entries of those that left before stay for a while, older ones first.
+        keys += [self._payload % first_row for first_row in orphans[-INDEX_STEP:]]
+        arguments: list[Argument] = [self._store.token, self._epoch, epoch, next_row]
+        arguments += [*_state_arguments(state), uncounted_bytes, *_position_arguments(state)]
+        self._begin_epoch(server, RESTATE, keys, arguments)
 
     def _begin_epoch(self, server: str, script: Script, keys: list[bytes], arguments: list[Argument]) -> None:
         self._server = None
@@ -384,8 +418,8 @@ class RedisLog:
         _require_in_step(word)
         self._server, self._epoch = server, int(epoch)
 
-    def _read_whole(self) -> tuple[_Found, LogState | None]:
-        """What Redis has, and what `read_state` makes of it."""
+    def _read_whole(self) -> tuple[_Found, LogState | None, int]:
+        """What Redis has, what `read_state` makes of it, and the bytes of payloads that the fields do not count yet."""
         found = self._read_state()
         if found.owner is not None and not found.is_whole and self._has_traces(found):
             # Another process may have begun the table just now.
@@ -394,17 +428,20 @@ class RedisLog:
                 missing = self._spec if found.spec is None else self._state
                 raise self._damaged(missing, "is missing while other keys of the table are there")
         if found.owner is None or found.spec is None or not found.fields:
-            return found, None
+            return found, None, 0
         fields = found.fields
+        if not fields.get(b"epoch", b"0").isdigit():
+            raise self._damaged(self._state, f"has {_shown(fields[b'epoch'])} as its field 'epoch'", "a number")
         limiter, numbers = fields.get(b"limiter"), {name: self._parse_count(fields, name) for name in _COUNTS}
         if limiter is None:
             raise self._damaged(self._state, "has no field 'limiter'", "the limiter's settings as JSON")
         positions = dict(starmap(self._parse_position, found.positions))
-        inserted = numbers["inserted"]
+        inserted, uncounted_bytes = numbers["inserted"], 0
         for entry in found.further:
-            header = _header_of(entry)
-            if header is None or entry.first_row < inserted:
+            header, size = header_of(entry), int(self._store.command("STRLEN", self._payload % entry.first_row))
+            if header is None or size == 0 or entry.first_row < inserted:
                 break
+            uncounted_bytes += size
             # A step that was cut: the collector may have been told nothing of its block, which is there all the same.
             inserted = entry.end_row
             positions[header.collector_index] = Position(
@@ -419,14 +456,14 @@ class RedisLog:
             dropped=numbers["dropped"],
             positions=positions,
         )
-        return found, state
+        return found, state, uncounted_bytes
 
     def _read_state(self) -> _Found:
         keys = [self._owner, self._spec, self._state, self._positions, self._blocks]
         owner, spec, state, positions, further = self._store.read_by_script(READ, keys)
         fields = dict(zip(state[::2], state[1::2], strict=True))
         pairs = [pair for pair in zip(positions[::2], positions[1::2], strict=True) if pair[0] != _EPOCH_FIELD]
-        return _Found(owner, spec, fields, pairs, _parse_index(further))
+        return _Found(owner, spec, fields, pairs, parse_index(further))
 
     def _has_traces(self, found: _Found) -> bool:
         """Whether anything says that the table was begun."""
@@ -481,47 +518,9 @@ class RedisLog:
             yield blocks
 
 
-def _parse_index(entries: Sequence[tuple[bytes, list[bytes]]], first_row: int = 0) -> list[IndexEntry]:
-    """The entries as they were read; what a damaged one lacks follows from the one before it."""
-    index = []
-    for identifier, pairs in entries:
-        epoch, end = map(int, identifier.split(b"-"))
-        end = end or epoch  # format 2 had ids `<key of the row after it>-0`, which come before all of an epoch
-        fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
-        text = fields.get(b"first_row", b"")
-        first = int(text) if text.isdigit() and int(text) < end else min(first_row, end - 1)
-        index.append(IndexEntry(first, end, fields.get(b"header", b""), epoch))
-        first_row = end
-    return index
-
-
-def _without_replaced(entries: Iterable[IndexEntry]) -> list[IndexEntry]:
-    """The entries less those that a later one takes the place of: what one has ends those from there on before it."""
-    index: list[IndexEntry] = []
-    for entry in entries:
-        while index and index[-1].end_row > entry.first_row:
-            index.pop()
-        index.append(entry)
-    return index
-
-
-def _header_of(entry: IndexEntry) -> rows_pb2.BlockHeader | None:
-    """What an entry says of its block; None where it is damaged."""
-    try:
-        header = rows_pb2.BlockHeader.FromString(entry.header)
-    except DecodeError:
-        return None
-    fits = (header.first_row, header.row_count) == (entry.first_row, entry.end_row - entry.first_row)
-    return header if fits else None
-
-
 def _floor(leaving: Sequence[HeldBlock]) -> str:
     """The id below which entries leave with these blocks."""
-    return _id_after(leaving[-1].epoch, leaving[-1].end_row) if leaving else "-"
-
-
-def _id_after(epoch: int, end_row: int) -> str:
-    return f"{epoch}-{end_row + 1}"
+    return id_after(leaving[-1].epoch, leaving[-1].end_row) if leaving else "-"
 
 
 def _require_in_step(word: str) -> None:

@@ -180,10 +180,12 @@ class RunRecord:
             state = self.read_state(log)
             if state is None:
                 continue
-            index = log.read_index()
+            index = [entry for entry in log.read_index() if entry.end_row <= state.inserted]
             damage: list[Damage] = []
             if check:
                 for logged in log.read_blocks():
+                    if logged.end_row > state.inserted:
+                        break  # it came later
                     problem = find_damage(state.row_spec, logged)
                     if problem is not None:
                         damage.append(Damage(logged.first_row, logged.row_count, problem))

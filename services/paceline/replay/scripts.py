@@ -8,7 +8,8 @@ a number; `paceline.replay.log` says what follows from it. Keys: paceline:{run}:
 A step may come about in part, whatever Redis promises: 7.0, when it is killed in the midst of writing a transaction,
 cuts its append-only file within it at the next load, and at the one after that carries out the beginning together with
 the next transaction of anybody. Two things make this harmless. The beginning of a COMMIT is one of fewer blocks:
-payloads lie where they belong before the index names them, and what follows from the index comes after it. And a
+payloads lie where they belong before the index names them, and what follows from the index comes after it (in format 2
+an entry came before its payload: one without a payload counts for nothing). And a
 process that wrote to another run of the server, or to none, first begins an epoch (BEGIN, RESTATE): all that a cut step
 may have touched is written anew, and entries of the index count for more than those of earlier epochs. (The blocks that
 were to leave for a cut step may be gone: the oldest ones, for which its own would have come. And a payload of it that
@@ -47,10 +48,11 @@ end
 """
 
 _NEXT_EPOCH = """
--- Above every one that the table's record was ever written in, of which the caller knows `known`. Ids of a record of
--- format 2 are ends of blocks.
+-- Above every one that the table's record was ever written in, of which the caller knows `known`. A record of format 2
+-- has none; its ids are ends of blocks, of a step that was cut as well, so of some that it does not know of yet.
 local function next_epoch(state, known)
-  local noted = redis.call('HGET', state, 'epoch') or redis.call('HGET', state, 'inserted')
+  local noted, inserted = redis.call('HGET', state, 'epoch'), redis.call('HGET', state, 'inserted')
+  if not noted and inserted then noted = inserted + 2 ^ 40 end
   return string.format('%.0f', math.max(tonumber(noted or 0), tonumber(known)) + 1)
 end
 """
@@ -79,13 +81,14 @@ COMMIT = Script(
 -- KEYS owner, state, positions, blocks, then of each block: staged, payload, and the payloads that leave for it
 -- ARGV owner, epoch, then of each block: header, and in one string key of the next row, first row, end row, collector,
 --      incarnation, sequence, rows stored, sampled, consumed, dropped, bytes of the payload, how many payloads leave,
---      id below which entries leave with them
+--      id below which entries leave with them, 1 where it is written again (its collector's position is no matter)
 local owner, next_row = redis.call('GET', KEYS[1]), redis.call('HGET', KEYS[2], 'inserted')
-local held, positions = redis.call('HGET', KEYS[2], 'payload_bytes'), {}
+local epoch, held, positions = redis.call('HGET', KEYS[2], 'epoch'), redis.call('HGET', KEYS[2], 'payload_bytes'), {}
 local function refusal(block, size)
   if not owner then return 'lost' end
   if owner ~= ARGV[1] then return 'fenced' end
-  if next_row ~= block[1] or size ~= tonumber(block[11]) then return 'out_of_step' end
+  if epoch ~= ARGV[2] or next_row ~= block[1] or size ~= tonumber(block[11]) then return 'out_of_step' end
+  if block[14] == '1' then return nil end
   local position = positions[block[4]] or redis.call('HGET', KEYS[3], block[4]) or '0 0 0'
   local incarnation, sequence = string.match(position, '^(%d+) (%d+)')
   incarnation, sequence = tonumber(incarnation), tonumber(sequence)
@@ -128,21 +131,22 @@ SAVE = Script(
     _REMOVE
     + """
 -- KEYS owner, state, blocks, pages, then payloads that leave
--- ARGV owner, key of the next row, sampled, consumed, dropped, bytes of the payloads that stay (empty: reckon), id
---      below which entries leave, first page that stays, then page and data in turn
+-- ARGV owner, epoch, key of the next row, sampled, consumed, dropped, bytes of the payloads that stay (empty: reckon),
+--      id below which entries leave, first page that stays, then page and data in turn
 local owner = redis.call('GET', KEYS[1])
 if not owner then return 'lost' end
 if owner ~= ARGV[1] then return 'fenced' end
-if redis.call('HGET', KEYS[2], 'inserted') ~= ARGV[2] then return 'out_of_step' end
+if redis.call('HGET', KEYS[2], 'epoch') ~= ARGV[2] then return 'out_of_step' end
+if redis.call('HGET', KEYS[2], 'inserted') ~= ARGV[3] then return 'out_of_step' end
 -- What frees memory comes first: a full store refuses the first write alone, and only if it is one that needs memory.
-local freed = #KEYS > 4 and remove(KEYS[3], ARGV[7], {unpack(KEYS, 5)}) or 0
-for page = tonumber(redis.call('HGET', KEYS[2], 'first_page') or ARGV[8]), tonumber(ARGV[8]) - 1 do
+local freed = #KEYS > 4 and remove(KEYS[3], ARGV[8], {unpack(KEYS, 5)}) or 0
+for page = tonumber(redis.call('HGET', KEYS[2], 'first_page') or ARGV[9]), tonumber(ARGV[9]) - 1 do
   redis.call('HDEL', KEYS[4], page)
 end
-for i = 9, #ARGV, 2 do redis.call('HSET', KEYS[4], ARGV[i], ARGV[i + 1]) end
-local held = ARGV[6] ~= '' and ARGV[6] or string.format('%.0f', redis.call('HGET', KEYS[2], 'payload_bytes') - freed)
-redis.call('HSET', KEYS[2], 'sampled', ARGV[3], 'consumed', ARGV[4], 'dropped', ARGV[5], 'payload_bytes', held,
-           'first_page', ARGV[8], 'saved_at', redis.call('TIME')[1])
+for i = 10, #ARGV, 2 do redis.call('HSET', KEYS[4], ARGV[i], ARGV[i + 1]) end
+local held = ARGV[7] ~= '' and ARGV[7] or string.format('%.0f', redis.call('HGET', KEYS[2], 'payload_bytes') - freed)
+redis.call('HSET', KEYS[2], 'sampled', ARGV[4], 'consumed', ARGV[5], 'dropped', ARGV[6], 'payload_bytes', held,
+           'first_page', ARGV[9], 'saved_at', redis.call('TIME')[1])
 return 'stored'
 """
 )
@@ -184,23 +188,24 @@ return 'stored ' .. epoch
 RESTATE = Script(
     _NEXT_EPOCH
     + """
--- Begins an epoch of a table's record, in which it says what it is told to; says which.
--- KEYS owner, state, positions, positions to be, then payloads that it has not counted yet, then some that no block has
--- ARGV owner, an epoch that it is above, inserted, sampled, consumed, dropped, how many payloads to count, then
---      collector and position in turn
+-- Begins an epoch of a table's record, in which it says what it is told to, if it still says what was read; which one.
+-- KEYS owner, state, positions, positions to be, then payloads that no block has
+-- ARGV owner, an epoch that it is above, epoch (empty: none) and key of the next row that were read, inserted, sampled,
+--      consumed, dropped, bytes of payloads that it has not counted yet, then collector and position in turn
 local owner, held = redis.call('GET', KEYS[1]), redis.call('HGET', KEYS[2], 'payload_bytes')
 if not owner or not held then return 'lost' end
 if owner ~= ARGV[1] then return 'fenced' end
-local epoch, orphan = next_epoch(KEYS[2], ARGV[2]), 5 + tonumber(ARGV[7])
-for i = 5, orphan - 1 do held = held + redis.call('STRLEN', KEYS[i]) end
+if (redis.call('HGET', KEYS[2], 'epoch') or '') ~= ARGV[3] then return 'out_of_step' end
+if redis.call('HGET', KEYS[2], 'inserted') ~= ARGV[4] then return 'out_of_step' end
+local epoch = next_epoch(KEYS[2], ARGV[2])
 -- What needs no memory comes first, so that a full store refuses nothing.
-redis.call('UNLINK', KEYS[4], unpack(KEYS, orphan))
+redis.call('UNLINK', unpack(KEYS, 4))
 -- The new positions take the place of the old ones at once, and of any that a cut step before this one brings.
 redis.call('HSET', KEYS[4], 'epoch', epoch)
-for i = 8, #ARGV, 2 do redis.call('HSET', KEYS[4], ARGV[i], ARGV[i + 1]) end
+for i = 10, #ARGV, 2 do redis.call('HSET', KEYS[4], ARGV[i], ARGV[i + 1]) end
 redis.call('RENAME', KEYS[4], KEYS[3])
-redis.call('HSET', KEYS[2], 'epoch', epoch, 'inserted', ARGV[3], 'sampled', ARGV[4], 'consumed', ARGV[5],
-           'dropped', ARGV[6], 'payload_bytes', string.format('%.0f', held))
+redis.call('HSET', KEYS[2], 'epoch', epoch, 'inserted', ARGV[5], 'sampled', ARGV[6], 'consumed', ARGV[7],
+           'dropped', ARGV[8], 'payload_bytes', string.format('%.0f', held + ARGV[9]))
 return 'stored ' .. epoch
 """
 )
@@ -222,7 +227,7 @@ READ = Script(
 -- KEYS owner, spec, state, positions, blocks
 local epoch, inserted = redis.call('HGET', KEYS[3], 'epoch'), redis.call('HGET', KEYS[3], 'inserted')
 local further = {}
-if inserted and string.match(inserted, '^%d+$') then
+if inserted and string.match(inserted, '^%d+$') and string.match(epoch or '0', '^%d+$') then
   local last = epoch and epoch .. '-' .. inserted or inserted .. '-0'
   further = redis.call('XRANGE', KEYS[5], '(' .. last, '+', 'COUNT', 1000)
 end

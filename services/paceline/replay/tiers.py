@@ -7,7 +7,7 @@ its last second), `bring_together` mends it. One caller at a time writes; memory
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from paceline.errors import BlockError, PacelineError, ReplacedError, StoreFullError, UnavailableError
 from paceline.replay.blocks import HeldBlock, HeldBlocks
-from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepError, Position, RedisLog
+from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepError, Position, RecordView, RedisLog
 from paceline.replay.metrics import TableMetrics
 from paceline.replay.pages import Pages
 from paceline.replay.positions import Positions
@@ -264,8 +264,16 @@ class Tiers:
         it in a new epoch of the record.
         """
         try:
-            state = self._log.settle()
-            if state is not None and state.inserted > self._recorded:
+            view = self._log.view()
+            if view is None:
+                self._write_anew(sampled)
+                return
+            state, differs = view.state, self._blocks.compare(view.index)
+            if differs is not None or state.inserted < self._recorded:
+                self._write_again(view, state.inserted if differs is None else differs, sampled)
+                return
+            self._log.settle(view, state)
+            if state.inserted > self._recorded:
                 # The counters first: a failure in the midst is then mended by the next try, from the block it got to.
                 self.inserted = max(self.inserted, state.inserted)
                 self._count_dropped(max(self.dropped, state.dropped))
@@ -278,10 +286,7 @@ class Tiers:
                 self._recorded = state.inserted
                 self._show()
                 get_logger().info("record_caught_up", table=self._name, inserted_rows=state.inserted)
-            if state is None or state.inserted < self._recorded:
-                self._write_again(state, sampled)
-            else:
-                self.positions.update(state.positions)
+            self.positions.update(state.positions)
         except ReplacedError as error:
             raise _moved(error) from error
 
@@ -347,24 +352,35 @@ class Tiers:
             self._metrics.dropped_rows.inc(dropped - self.dropped)
             self.dropped = dropped
 
-    def _write_again(self, state: LogState | None, sampled: int) -> None:
-        """Write every block that the record lacks. One that fails in the midst is gone on with from where it got to."""
+    def _write_again(self, view: RecordView, agreed: int, sampled: int) -> None:
+        """Write every block from row `agreed` on, up to which the record is right."""
+        intact = self._blocks.intact
+        if agreed < (max(intact[0].first_row, self.memory.first_row) if intact else self.inserted):
+            self._write_anew(sampled)
+            return
+        self._log.settle(view, self._state(inserted=agreed, sampled=sampled))
+        # What has left since then is there again.
+        oldest = self._blocks.first_row or 0
+        stale = takewhile(lambda entry: entry.first_row < oldest, view.index)
+        removed = [HeldBlock(each.first_row, each.end_row - each.first_row, 0, None, each.epoch) for each in stale]
+        self._save(inserted=agreed, sampled=sampled, removed=removed)
+        self._write_blocks_again(agreed, sampled)
+
+    def _write_anew(self, sampled: int) -> None:
+        """Make the record anew, of every block that can be written."""
         intact = self._blocks.intact
         first = max(intact[0].first_row, self.memory.first_row) if intact else self.inserted
+        self._log.begin(self._state(inserted=first, sampled=sampled))
+        self._write_blocks_again(first, sampled)
+
+    def _write_blocks_again(self, recorded: int, sampled: int) -> None:
+        """Write what the record lacks, which ends before row `recorded`.
+
+        After a failure in the midst the next try goes on from where it got to.
+        """
         self._pages.were_lost()
-        if state is None or state.inserted < first:
-            here = {rows_pb2.BlockHeader.FromString(held.header or b"").collector_index for held in intact}
-            self._log.begin(self._state(inserted=first, sampled=sampled, without=here))
-            recorded = first
-        else:
-            recorded = state.inserted
-            # What has left since then is there again.
-            oldest = self._blocks.first_row or 0
-            stale = takewhile(lambda entry: entry.first_row < oldest, self._log.read_index())
-            removed = [HeldBlock(each.first_row, each.end_row - each.first_row, 0, None, each.epoch) for each in stale]
-            self._save(inserted=recorded, sampled=sampled, removed=removed)
         self._blocks.drop_damaged_after(recorded)
-        lost = [held for held in intact if held.end_row > max(recorded, self.memory.first_row)]
+        lost = [held for held in self._blocks.intact if held.end_row > max(recorded, self.memory.first_row)]
         for held in lost:
             recorded = self._write_block_again(held, recorded, sampled)
         self._recorded = recorded
@@ -386,6 +402,7 @@ class Tiers:
             sampled=sampled,
             consumed=self.consumed,
             dropped=self.dropped,
+            again=True,
             after=recorded,
         )
         self._log.append([write])
@@ -415,7 +432,7 @@ class Tiers:
         except ReplacedError as error:
             raise _moved(error) from error
 
-    def _state(self, *, inserted: int, sampled: int, without: Set[int] = frozenset()) -> LogState:
+    def _state(self, *, inserted: int, sampled: int) -> LogState:
         return LogState(
             row_spec=self._spec,
             limiter_json=self._settings_json,
@@ -423,9 +440,7 @@ class Tiers:
             sampled=sampled,
             consumed=self.consumed,
             dropped=self.dropped,
-            positions={
-                collector: position for collector, position in self.positions.items() if collector not in without
-            },
+            positions=dict(self.positions.items()),
         )
 
     def _show(self) -> None:
