@@ -38,9 +38,11 @@ class MemoryLog:
     def read_state(self) -> LogState | None:
         return None if self._shelf.owner is None else self._shelf.state
 
-    def begin(self, state: LogState) -> None:
+    def begin(self, state: LogState, view: RecordView | None = None) -> None:
         if self._shelf.owner not in (None, id(self)):
             self._fence()
+        if self._shelf.state is not None and self._shelf.epoch > max(self.epoch, int(view.epoch) if view else 0):
+            raise OutOfStepError("an epoch that is not known")
         self._shelf.owner, self._shelf.state, self._shelf.blocks, self._shelf.pages = id(self), state, [], {}
         self._begin_epoch()
 

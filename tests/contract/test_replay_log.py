@@ -32,7 +32,7 @@ real_servers = pytest.mark.parametrize("server", SERVERS, indirect=True, scope="
 class Place:
     """Where a log lives: `open` makes another process's view of it, `forget` loses everything."""
 
-    def __init__(self, open_log: Callable[[], RedisLog | MemoryLog], forget: Callable[[], None]) -> None:
+    def __init__(self, open_log: Callable[..., RedisLog | MemoryLog], forget: Callable[[], None]) -> None:
         self.open, self.forget = open_log, forget
 
 
@@ -50,15 +50,15 @@ def server(request, tmp_path_factory):
 def place(server):
     if server is None:
         shelf = Shelf()
-        yield Place(lambda: opened(MemoryLog(shelf)), shelf.lose)
+        yield Place(lambda settled=True: opened(MemoryLog(shelf), settled), shelf.lose)
         return
     stores: list[RedisStore] = []
     run_id = uuid.uuid4().hex
 
-    def open_log() -> RedisLog:
+    def open_log(settled: bool = True) -> RedisLog:
         stores.append(RedisStore(server.url, run_id, deadline_seconds=10))
         stores[-1].claim(resume=True)
-        return opened(RedisLog(stores[-1], TABLE))
+        return opened(RedisLog(stores[-1], TABLE), settled)
 
     def forget() -> None:
         with redis.Redis.from_url(server.url) as client:
@@ -69,9 +69,10 @@ def place(server):
         store.close()
 
 
-def opened(log):
+def opened(log, settled):
     """As a process takes a table over, if it is there."""
-    settle(log)
+    if settled:
+        settle(log)
     return log
 
 
@@ -741,6 +742,20 @@ def test_a_record_that_has_changed_since_it_was_read_is_not_settled(place, wrong
     assert log.read_state() == before
     settle(log)
     assert append(log, before.inserted // ROWS, header(3))
+
+
+def test_a_record_is_not_made_anew_by_who_does_not_know_of_its_epoch(place):
+    log = place.open()
+    log.begin(BEGUN)
+    append(log, 0, header(1))
+    settle(place.open())  # as where the same process has begun one, and an earlier call of its comes late
+    another = place.open(settled=False)
+    with pytest.raises(OutOfStepError):
+        another.begin(BEGUN)
+    assert first_rows(another) == [0]
+    another.begin(replace(BEGUN, inserted=10), another.view())
+    assert first_rows(another) == []
+    assert append(another, 1, header(2))
 
 
 @real_servers

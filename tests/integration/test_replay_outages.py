@@ -162,6 +162,24 @@ def test_a_block_that_was_acknowledged_is_written_again_where_another_turns_up(r
     assert {each.collector_index: each.sequence for each in client.describe().collectors} == {0: 4, 5: 1}
 
 
+def test_a_block_that_had_left_and_turns_up_again_leaves_again(redis_server, redis_client, serve):
+    replay, client = serve(make_config(redis_server.url, capacity=100))
+    client.open()
+    client.append_rows(10)
+    oldest, payload = redis_client.xrange(BLOCKS, count=1), redis_client.get(f"{PREFIX}:block:0")
+    client.append_rows(1, first=10)
+    entries = redis_client.xrange(BLOCKS)
+    with redis_client.pipeline() as pipeline:
+        pipeline.delete(BLOCKS)
+        for identifier, fields in [*oldest, *entries]:
+            pipeline.xadd(BLOCKS, fields, id=identifier)
+        pipeline.set(f"{PREFIX}:block:0", payload).hset(f"{PREFIX}:state", "epoch", 7)
+        pipeline.execute()
+    wait_until(lambda: not redis_client.exists(f"{PREFIX}:block:0"), "its payload is gone")
+    wait_until(lambda: values_in_redis(redis_client) == list(range(10, 110)), "the record is as it was")
+    replay.stop()
+
+
 def test_a_block_that_the_record_lacks_in_its_midst_is_written_again(redis_server, redis_client, serve):
     config = make_config(redis_server.url)
     replay, client = serve(config)

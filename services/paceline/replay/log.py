@@ -181,21 +181,27 @@ class RedisLog:
         """
         return self._read_whole()[1]
 
-    def begin(self, state: LogState) -> None:
+    def begin(self, state: LogState, view: RecordView | None = None) -> None:
         """Make the record anew: it says `state` and has no block and no page; takes the run if nobody owns it.
+
+        Args:
+            view: what is there, if anything is that another process may have written.
 
         Raises:
             ReplacedError: another process owns the run.
+            OutOfStepError: an epoch has begun that neither this process nor `view` knows of.
         """
         server = self._store.read_server()
+        known = max(self._epoch, int(view.epoch or 0) if view else 0)
         while entries := self._store.command("XRANGE", self._blocks, "-", "+", "COUNT", INDEX_STEP):
             index = parse_index(entries)
             payloads = [self._payload % entry.first_row for entry in index]
             floor = id_after(index[-1].epoch, index[-1].end_row)
-            self._store.run_script(CLEAR, [self._owner, self._blocks, *payloads], [self._store.token, floor])
+            keys = [self._owner, self._state, self._blocks, *payloads]
+            _require_in_step(self._run(server, CLEAR, keys, [self._store.token, known, floor]))
         arguments: list[Argument] = [
             self._store.token,
-            self._epoch,
+            known,
             FORMAT,
             self._table,
             row_spec_to_wire(state.row_spec).SerializeToString(),

@@ -57,6 +57,13 @@ local function next_epoch(state, known)
 end
 """
 
+_KNOWN = """
+-- Whether no epoch has begun that the caller does not know of: what comes late must not undo what came after it.
+local function is_known(state, latest)
+  return tonumber(redis.call('HGET', state, 'epoch') or 0) <= tonumber(latest)
+end
+"""
+
 CLAIM = Script(
     """#!lua flags=allow-oom
 -- Takes the run over, on a Redis that is full as well: whoever does may be about to make room. Gives the format that
@@ -153,25 +160,29 @@ return 'stored'
 
 CLEAR = Script(
     _REMOVE
+    + _KNOWN
     + """
 -- Removes blocks of a record that is about to be made anew.
--- KEYS owner, blocks, then payloads that leave; ARGV owner, id below which entries leave
+-- KEYS owner, state, blocks, then payloads that leave; ARGV owner, latest epoch, id below which entries leave
 local owner = redis.call('GET', KEYS[1])
 if owner and owner ~= ARGV[1] then return 'fenced' end
-remove(KEYS[2], ARGV[2], {unpack(KEYS, 3)})
+if not is_known(KEYS[2], ARGV[2]) then return 'out_of_step' end
+remove(KEYS[3], ARGV[3], {unpack(KEYS, 4)})
 return 'stored'
 """
 )
 
 BEGIN = Script(
     _NEXT_EPOCH
+    + _KNOWN
     + """
 -- Makes a table's record, or makes it again after Redis lost it; says which epoch it begins in.
 -- KEYS owner, meta, spec, state, positions, blocks, pages
--- ARGV owner, an epoch that it is above, format, table, spec, limiter, inserted, sampled, consumed, dropped, then
---      collector and position in turn
+-- ARGV owner, latest epoch, format, table, spec, limiter, inserted, sampled, consumed, dropped, then collector and
+--      position in turn
 local owner = redis.call('GET', KEYS[1])
 if owner and owner ~= ARGV[1] then return 'fenced' end
+if not is_known(KEYS[4], ARGV[2]) then return 'out_of_step' end
 local epoch = next_epoch(KEYS[4], ARGV[2])
 redis.call('SET', KEYS[1], ARGV[1])
 redis.call('HSETNX', KEYS[2], 'format', ARGV[3])
@@ -199,13 +210,15 @@ if (redis.call('HGET', KEYS[2], 'epoch') or '') ~= ARGV[3] then return 'out_of_s
 if redis.call('HGET', KEYS[2], 'inserted') ~= ARGV[4] then return 'out_of_step' end
 local epoch = next_epoch(KEYS[2], ARGV[2])
 -- What needs no memory comes first, so that a full store refuses nothing.
-redis.call('UNLINK', unpack(KEYS, 4))
+redis.call('UNLINK', KEYS[4])
 -- The new positions take the place of the old ones at once, and of any that a cut step before this one brings.
 redis.call('HSET', KEYS[4], 'epoch', epoch)
 for i = 10, #ARGV, 2 do redis.call('HSET', KEYS[4], ARGV[i], ARGV[i + 1]) end
 redis.call('RENAME', KEYS[4], KEYS[3])
 redis.call('HSET', KEYS[2], 'epoch', epoch, 'inserted', ARGV[5], 'sampled', ARGV[6], 'consumed', ARGV[7],
            'dropped', ARGV[8], 'payload_bytes', string.format('%.0f', held + ARGV[9]))
+-- Last: until it is written which row comes next, a cut step before this one may bring a block for such a payload.
+for i = 5, #KEYS do redis.call('UNLINK', KEYS[i]) end
 return 'stored ' .. epoch
 """
 )

@@ -266,13 +266,14 @@ class Tiers:
         try:
             view = self._log.view()
             if view is None:
-                self._write_anew(sampled)
+                self._write_anew(None, sampled)
                 return
             state, differs = view.state, self._blocks.compare(view.index)
             if differs is not None or state.inserted < self._recorded:
                 self._write_again(view, state.inserted if differs is None else differs, sampled)
                 return
             self._log.settle(view, state)
+            self._remove_stale(view, state.inserted, sampled)
             if state.inserted > self._recorded:
                 # The counters first: a failure in the midst is then mended by the next try, from the block it got to.
                 self.inserted = max(self.inserted, state.inserted)
@@ -356,22 +357,27 @@ class Tiers:
         """Write every block from row `agreed` on, up to which the record is right."""
         intact = self._blocks.intact
         if agreed < (max(intact[0].first_row, self.memory.first_row) if intact else self.inserted):
-            self._write_anew(sampled)
+            self._write_anew(view, sampled)
             return
         self._log.settle(view, self._state(inserted=agreed, sampled=sampled))
-        # What has left since then is there again.
-        oldest = self._blocks.first_row or 0
-        stale = takewhile(lambda entry: entry.first_row < oldest, view.index)
-        removed = [HeldBlock(each.first_row, each.end_row - each.first_row, 0, None, each.epoch) for each in stale]
-        self._save(inserted=agreed, sampled=sampled, removed=removed)
+        self._remove_stale(view, agreed, sampled)
         self._write_blocks_again(agreed, sampled)
 
-    def _write_anew(self, sampled: int) -> None:
+    def _write_anew(self, view: RecordView | None, sampled: int) -> None:
         """Make the record anew, of every block that can be written."""
         intact = self._blocks.intact
         first = max(intact[0].first_row, self.memory.first_row) if intact else self.inserted
-        self._log.begin(self._state(inserted=first, sampled=sampled))
+        self._log.begin(self._state(inserted=first, sampled=sampled), view)
         self._write_blocks_again(first, sampled)
+
+    def _remove_stale(self, view: RecordView, inserted: int, sampled: int) -> None:
+        """Have blocks leave that had left, and that Redis has again."""
+        first_row = self._blocks.first_row
+        oldest = self._recorded if first_row is None else first_row
+        stale = takewhile(lambda entry: entry.end_row <= oldest, view.index)
+        removed = [HeldBlock(each.first_row, each.end_row - each.first_row, 0, None, each.epoch) for each in stale]
+        if removed:
+            self._save(inserted=inserted, sampled=sampled, removed=removed)
 
     def _write_blocks_again(self, recorded: int, sampled: int) -> None:
         """Write what the record lacks, which ends before row `recorded`.
