@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -94,10 +94,19 @@ class HeldBlocks:
         self._blocks = deque(kept)
         self.payload_bytes = sum(held.payload_bytes for held in kept)
 
-    def replace(self, held: HeldBlock, again: HeldBlock) -> None:
-        """A block was written again, in another form."""
-        self._blocks[self._blocks.index(held)] = again
-        self.payload_bytes += again.payload_bytes - held.payload_bytes
+    def rewrite(self, after: int, write: Callable[[HeldBlock], HeldBlock]) -> int:
+        """Have `write` write every intact block that ends after row `after` again, in order; how many it did.
+
+        It gives what the record has then, which is noted at once: it may fail in the midst.
+        """
+        count = 0
+        for place, held in enumerate(list(self._blocks)):
+            if held.header is not None and held.end_row > after:
+                again = write(held)
+                self._blocks[place] = again
+                self.payload_bytes += again.payload_bytes - held.payload_bytes
+                count += 1
+        return count
 
     def compare(self, index: Sequence[IndexEntry]) -> int | None:
         """Note where the record has each block now; the key from which on it lacks one, or has others than these.

@@ -109,7 +109,7 @@ class BlockWrite:
     dropped: int = 0
     """The counters with this block."""
     again: bool = False
-    """Whether its collector's position says that it was stored, as it was, and it is written all the same."""
+    """Whether it was stored before, as its collector's position may say; it is stored all the same."""
     after: int | None = None
     """Key of the row that the record believes comes next, where a hole lies between it and the block; None: it is the
     block's first row."""

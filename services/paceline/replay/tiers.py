@@ -384,17 +384,22 @@ class Tiers:
 
         After a failure in the midst the next try goes on from where it got to.
         """
+
+        def write(held: HeldBlock) -> HeldBlock:
+            nonlocal recorded
+            again = self._write_block_again(held, recorded, sampled)
+            recorded = again.end_row
+            return again
+
         self._pages.were_lost()
         self._blocks.drop_damaged_after(recorded)
-        lost = [held for held in self._blocks.intact if held.end_row > max(recorded, self.memory.first_row)]
-        for held in lost:
-            recorded = self._write_block_again(held, recorded, sampled)
+        count = self._blocks.rewrite(max(recorded, self.memory.first_row), write)
         self._recorded = recorded
-        self._metrics.rewritten_blocks.inc(len(lost))
-        get_logger().warning("record_written_again", table=self._name, blocks=len(lost), inserted_rows=recorded)
+        self._metrics.rewritten_blocks.inc(count)
+        get_logger().warning("record_written_again", table=self._name, blocks=count, inserted_rows=recorded)
 
-    def _write_block_again(self, held: HeldBlock, recorded: int, sampled: int) -> int:
-        """Gives the key of the record's next row, which was `recorded`."""
+    def _write_block_again(self, held: HeldBlock, recorded: int, sampled: int) -> HeldBlock:
+        """Gives the block as the record, whose next row was `recorded`, has it then."""
         # In plain form, whatever it came in; of a block whose first rows were consumed, the others.
         begin = max(held.first_row, self.memory.first_row)
         first_row, rows, _ = self.memory.read_block(begin, held.end_row - begin)
@@ -412,8 +417,7 @@ class Tiers:
             after=recorded,
         )
         self._log.append([write])
-        self._blocks.replace(held, again)
-        return again.end_row
+        return again
 
     def _save(
         self,
