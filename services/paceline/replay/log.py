@@ -249,7 +249,8 @@ class RedisLog:
         nothing new, its block was there already.
 
         Raises:
-            OutOfStepError: the record's next row is another than the first write says; nothing was stored.
+            OutOfStepError: the record's next row is another than the first write says, or this process has begun no
+                epoch on this run of the server; nothing was stored.
             ReplacedError: a newer incarnation of its collector sent blocks, or another process owns the run.
             StoreFullError, StoreReadOnlyError: nothing was stored.
             UnavailableError: how many were stored is not known; `read_state` tells.
