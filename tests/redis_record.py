@@ -8,7 +8,8 @@ import redis
 
 from contract.memory_log import MemoryLog
 from paceline.replay.blocks import HeldBlock
-from paceline.replay.log import LogState, RedisLog
+from paceline.replay.log import RedisLog
+from paceline.replay.logged import LogState
 from paceline.v1 import rows_pb2
 
 

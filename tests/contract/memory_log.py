@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from paceline.errors import PacelineError, ReplacedError
 from paceline.replay.blocks import HeldBlock
 from paceline.replay.index import IndexEntry
-from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepError, Position, RecordView
+from paceline.replay.log import OutOfStepError
+from paceline.replay.logged import BlockWrite, LoggedBlock, LogState, Position, RecordView
 
 
 @dataclass

@@ -12,8 +12,10 @@ import redis
 from contract.memory_log import MemoryLog, Shelf
 from paceline.errors import ConflictError, PacelineError, ReplacedError, StoreFullError
 from paceline.replay import log as log_module
+from paceline.replay import log_reader
 from paceline.replay.blocks import HeldBlock
-from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepError, Position, RedisLog
+from paceline.replay.log import OutOfStepError, RedisLog
+from paceline.replay.logged import BlockWrite, LoggedBlock, LogState, Position
 from paceline.replay.store import RedisStore
 from paceline.rows import Column, RowSpec
 from paceline.v1 import rows_pb2
@@ -212,8 +214,8 @@ def test_blocks_are_read_in_order_from_any_key_on(place):
 
 
 def test_blocks_that_need_several_steps_to_be_read_come_whole_and_once(place, monkeypatch):
-    monkeypatch.setattr(log_module, "READ_BYTES", 30_000)
-    monkeypatch.setattr(log_module, "INDEX_STEP", 7)
+    monkeypatch.setattr(log_reader, "READ_BYTES", 30_000)
+    monkeypatch.setattr(log_reader, "INDEX_STEP", 7)
     log = place.open()
     log.begin(BEGUN)
     for number in range(30):
@@ -331,6 +333,7 @@ def test_a_record_can_be_made_to_say_what_another_said(place):
 
 def test_pages_are_kept_replaced_and_left_behind(place, monkeypatch):
     monkeypatch.setattr(log_module, "PAGE_STEP", 3)
+    monkeypatch.setattr(log_reader, "PAGE_STEP", 3)
     log = place.open()
     log.begin(BEGUN)
     pages = {number: b"%d" % number * 2000 for number in range(10)}

@@ -26,7 +26,8 @@ from paceline.replay import record as record_module
 from paceline.replay.archive import export_run
 from paceline.replay.archive_format import MAX_MANIFEST_BYTES
 from paceline.replay.archive_import import import_run
-from paceline.replay.log import BlockWrite, LoggedBlock, LogState, Position, RedisLog
+from paceline.replay.log import RedisLog
+from paceline.replay.logged import BlockWrite, LoggedBlock, LogState, Position
 from paceline.replay.record import RunRecord, note_shards, write_note
 from paceline.replay.store import RedisStore
 from paceline.rows import Block, Column, RowSpec

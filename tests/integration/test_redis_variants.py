@@ -20,7 +20,8 @@ from paceline.errors import ConfigError, PacelineError, ServiceFailedError, Unav
 from paceline.local.embedded import EmbeddedRedis
 from paceline.local.issuing import issue
 from paceline.replay import link
-from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepError, RedisLog
+from paceline.replay.log import OutOfStepError, RedisLog
+from paceline.replay.logged import BlockWrite, LoggedBlock, LogState
 from paceline.replay.store import RedisStore
 from paceline.rows import Column, RowSpec
 from paceline.v1 import rows_pb2

@@ -18,7 +18,8 @@ import redis
 
 from paceline.local.embedded import EmbeddedRedis
 from paceline.replay.blocks import HeldBlock
-from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepError, RedisLog
+from paceline.replay.log import OutOfStepError, RedisLog
+from paceline.replay.logged import BlockWrite, LoggedBlock, LogState
 from paceline.replay.store import RedisStore
 from paceline.rows import Column, RowSpec
 from paceline.v1 import rows_pb2

@@ -72,10 +72,13 @@ def test_while_redis_is_away_appends_are_refused_and_sampling_goes_on(own_redis,
     assert client.health("") == "SERVING"  # nobody should restart the process
     assert replay.metrics()["paceline_replay_redis_available"] == 0
 
-    own_redis.restart()
-    wait_until(lambda: client.health() == "SERVING", "readiness comes back")
-    (answer,) = retry(lambda: client.append(request(6, block(50, 10))), (UnavailableError,))
+    with structlog.testing.capture_logs() as events:
+        own_redis.restart()
+        wait_until(lambda: client.health() == "SERVING", "readiness comes back")
+        (answer,) = retry(lambda: client.append(request(6, block(50, 10))), (UnavailableError,))
     assert not answer.duplicate
+    (begun,) = [event for event in events if event["event"] == "record_epoch_begun"]
+    assert "has restarted" in begun["reason"]
     with redis.Redis.from_url(own_redis.url) as store:
         assert values_in_redis(store) == list(range(60))
     assert replay.metrics()["paceline_replay_redis_available"] == 1

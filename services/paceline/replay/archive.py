@@ -29,7 +29,8 @@ from paceline.replay.archive_format import (
     PositionEntry,
     TableEntry,
 )
-from paceline.replay.log import LogState, RedisLog
+from paceline.replay.log_reader import LogReader
+from paceline.replay.logged import LogState
 from paceline.replay.record import Damage, Progress, RunRecord, drop_those_that_left, find_damage
 from paceline.tables.pages import PAGE_ROWS
 
@@ -109,7 +110,7 @@ def _write_table(
     folder: str,
     name: str,
     shard: int,
-    log: RedisLog,
+    log: LogReader,
     state: LogState,
     pages: dict[int, bytes],
     count: Callable[[int], None],

@@ -23,7 +23,7 @@ from typing import IO, Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import InvalidInputError
-from paceline.replay.log import LogState, Position
+from paceline.replay.logged import LogState, Position
 from paceline.rows import MAX_BLOCK_BYTES, Column, RowSpec
 
 FORMAT = "paceline-replay-archive 1"

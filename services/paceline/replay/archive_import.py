@@ -12,7 +12,9 @@ from typing import IO
 
 from paceline.errors import ConflictError, InvalidInputError, NotFoundError, PacelineError
 from paceline.replay.archive_format import ArchiveReader, BlockEntry, Manifest, PageEntry, TableEntry
-from paceline.replay.log import PAGE_STEP, BlockWrite, LoggedBlock, LogState, RedisLog
+from paceline.replay.log import RedisLog
+from paceline.replay.log_reader import PAGE_STEP
+from paceline.replay.logged import BlockWrite, LoggedBlock, LogState
 from paceline.replay.record import Progress, check_block, open_stores, remove_keys, require_empty, write_note
 from paceline.replay.store import FORMAT, RedisStore
 from paceline.rows import MAX_BLOCK_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline.errors import ReplacedError
-from paceline.replay.log import Position
+from paceline.replay.logged import Position
 from paceline.replay.metrics import TableMetrics
 from paceline.telemetry import get_logger
 from paceline.v1 import rows_pb2

@@ -14,7 +14,8 @@ from google.protobuf.message import DecodeError
 
 from paceline.config.models import SHARD
 from paceline.errors import BlockError, ConfigError, ConflictError, NotFoundError, PacelineError, StoreFullError
-from paceline.replay.log import LoggedBlock, LogState, RedisLog
+from paceline.replay.log_reader import LogReader
+from paceline.replay.logged import LoggedBlock, LogState
 from paceline.replay.store import RedisStore, key_of
 from paceline.rows import Block, RowSpec, block_from_wire
 from paceline.v1 import rows_pb2
@@ -141,10 +142,10 @@ class RunRecord:
         for store in self.stores:
             store.require_format()
 
-    def tables(self) -> list[tuple[int | None, str, RedisLog]]:
+    def tables(self) -> list[tuple[int | None, str, LogReader]]:
         """Shard, name and log of every table."""
         return [
-            (shard if len(self.stores) > 1 else None, name, RedisLog(store, name))
+            (shard if len(self.stores) > 1 else None, name, LogReader(store, name))
             for shard, store in enumerate(self.stores)
             for name in _table_names(store)
         ]
@@ -157,7 +158,7 @@ class RunRecord:
             for count in self.other_counts
         ]
 
-    def read_state(self, log: RedisLog) -> LogState | None:
+    def read_state(self, log: LogReader) -> LogState | None:
         """As `log` has it; None, too, where it is damaged, which `problems` then tells."""
         try:
             return log.read_state()
@@ -254,7 +255,7 @@ class RunRecord:
             (store.command("HGET", store.key("table", name, "state"), "saved_at"), log.seconds_since_save())
             for store in self.stores
             for name in _table_names(store)
-            for log in [RedisLog(store, name)]
+            for log in [LogReader(store, name)]
         ]
 
 
@@ -316,7 +317,7 @@ def check_block(spec: RowSpec, logged: LoggedBlock) -> tuple[rows_pb2.BlockHeade
     return header, block_from_wire(spec, header, logged.payload)
 
 
-def drop_those_that_left(log: RedisLog, damage: Sequence[Damage]) -> list[Damage]:
+def drop_those_that_left(log: LogReader, damage: Sequence[Damage]) -> list[Damage]:
     """The damage that is none of a replay process at work: blocks that it has removed since they were read."""
     oldest = next(iter(log.read_index()), None)
     return [block for block in damage if oldest is not None and block.first_row >= oldest.first_row]

@@ -27,7 +27,8 @@ from paceline.errors import (
 )
 from paceline.replay.draws import Draws
 from paceline.replay.followers import Followers
-from paceline.replay.log import LogState, OutOfStepError, RedisLog
+from paceline.replay.log import OutOfStepError, RedisLog
+from paceline.replay.logged import LogState
 from paceline.replay.metrics import TableMetrics
 from paceline.replay.tiers import CheckedBlock, Tiers
 from paceline.rows import ByteMatrix, RowSpec, block_from_wire, find_non_finite
@@ -357,8 +358,8 @@ class Table:
     def _store(self, blocks: Sequence[CheckedBlock], clock: ActivityClock) -> list[Appended]:
         try:
             stored = self._tiers.store(blocks, clock, sampled=self.limiter.sampled)
-        except OutOfStepError:
-            self._bring_together()
+        except OutOfStepError as why:
+            self._bring_together(why)
             known = self._answer_known(blocks)
             if known:
                 return known
@@ -371,15 +372,16 @@ class Table:
     def _keep(self, *, all_pages: bool = False) -> None:
         try:
             self._tiers.keep(sampled=self.limiter.sampled, all_pages=all_pages)
-        except OutOfStepError:
-            self._bring_together()
+        except OutOfStepError as why:
+            self._bring_together(why)
             self._tiers.keep(sampled=self.limiter.sampled, all_pages=all_pages)
 
-    def _bring_together(self) -> None:
+    def _bring_together(self, why: OutOfStepError) -> None:
         try:
             self._tiers.bring_together(sampled=self.limiter.sampled)
         finally:
             self.limiter.restore(inserted=self.inserted)
+        get_logger().info("record_epoch_begun", table=self.name, epoch=self._tiers.epoch, reason=str(why))
 
     def _room(self) -> int | None:
         """Rows that fit before others leave, where appends wait for that."""

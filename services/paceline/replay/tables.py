@@ -12,7 +12,8 @@ from dataclasses import replace
 from paceline.config import Config
 from paceline.errors import ConflictError, NotFoundError, PacelineError, UnavailableError
 from paceline.replay.learners import LearnerHold
-from paceline.replay.log import LogState, RedisLog
+from paceline.replay.log import RedisLog
+from paceline.replay.logged import LogState
 from paceline.replay.metrics import ReplayMetrics, TableMetrics
 from paceline.replay.settings import (
     limiter_settings,

@@ -17,7 +17,8 @@ from google.protobuf.message import DecodeError
 
 from paceline.errors import BlockError, PacelineError, ReplacedError, StoreFullError, UnavailableError
 from paceline.replay.blocks import HeldBlock, HeldBlocks
-from paceline.replay.log import BlockWrite, LoggedBlock, LogState, OutOfStepError, Position, RecordView, RedisLog
+from paceline.replay.log import OutOfStepError, RedisLog
+from paceline.replay.logged import BlockWrite, LoggedBlock, LogState, Position, RecordView
 from paceline.replay.metrics import TableMetrics
 from paceline.replay.pages import Pages
 from paceline.replay.positions import Positions
@@ -106,6 +107,11 @@ class Tiers:
     def log_bytes(self) -> int:
         """Bytes of the payloads in the record."""
         return self._blocks.payload_bytes
+
+    @property
+    def epoch(self) -> int:
+        """Of the record, in which this process writes; 0: it has not begun one."""
+        return self._log.epoch
 
     def begin(self) -> None:
         """Make the record of a new table."""

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from paceline.process import StopSignal
 from paceline.replay import tables as replay_tables
 from paceline.replay.link import Argument
-from paceline.replay.log import BlockWrite, LogState
+from paceline.replay.logged import BlockWrite, LogState
 from paceline.replay.main import run
 from paceline.replay.metrics import ReplayMetrics
 from paceline.replay.service import SERVICE, ReplayService

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import redis
 from prometheus_client import CollectorRegistry
 
-from paceline.replay.log import READ_BYTES
+from paceline.replay.log_reader import READ_BYTES
 from paceline.replay.metrics import ReplayMetrics
 from paceline.replay.store import RedisStore
 from paceline.replay.tables import Tables
