@@ -212,8 +212,8 @@ def start(kind: Kind, scene: Scene):
     """Starts servers of the kind, and stops what the test left."""
     servers = []
 
-    def start_server(config: RpcConfig = CONFIG, make=kind.make) -> Server | LoopServer:
-        server = make(scene, "127.0.0.1:0", config)
+    def start_server(config: RpcConfig = CONFIG, make=kind.make, listen: str = "127.0.0.1:0") -> Server | LoopServer:
+        server = make(scene, listen, config)
         server.start()
         servers.append(server)
         stop = server.stop
@@ -385,6 +385,35 @@ def test_a_port_that_another_server_or_program_holds_is_refused_by_address(kind,
         kind.make(scene, f"127.0.0.1:{other.getsockname()[1]}", CONFIG)
     with open_channel(address, CONFIG) as channel:
         kind.unary(channel, "answer")
+
+
+def have_names_mean(monkeypatch, *addresses: str) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+
+@pytest.mark.parametrize("held", ["127.0.0.1", "127.0.0.2"])
+def test_a_name_is_listened_on_at_all_of_its_addresses_or_none(kind, start, scene, held, monkeypatch):
+    """Of two servers at one port of a name each would get some of the clients."""
+    have_names_mean(monkeypatch, "127.0.0.1", "127.0.0.2")
+    server = start(listen="localhost:0")
+    for host in ("127.0.0.1", "127.0.0.2"):
+        with open_channel(f"{host}:{server.port}", CONFIG) as channel:
+            kind.unary(channel, "answer")
+    with pytest.raises(PortTakenError, match=f"cannot listen on localhost:{server.port}"):
+        kind.make(scene, f"localhost:{server.port}", CONFIG)
+    other = start(listen=f"{held}:0")
+    with pytest.raises(PortTakenError, match=f"cannot listen on localhost:{other.port}"):
+        kind.make(scene, f"localhost:{other.port}", CONFIG)
+
+
+def test_addresses_of_a_name_that_this_machine_lacks_are_passed_over(kind, start, scene, monkeypatch):
+    have_names_mean(monkeypatch, "192.0.2.1", "127.0.0.1")
+    with open_channel(f"127.0.0.1:{start(listen='localhost:0').port}", CONFIG) as channel:
+        kind.unary(channel, "answer")
+    have_names_mean(monkeypatch, "192.0.2.1")
+    with pytest.raises(PortTakenError, match="the host is not this machine's"):
+        kind.make(scene, "localhost:0", CONFIG)
 
 
 def test_a_drain_lets_calls_in_progress_finish_and_refuses_new_ones(kind, start, scene):

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -175,20 +177,52 @@ class AioServer:
 
 
 def _bind(server: Any, listen: str, security: SecurityConfig) -> int:
-    message = (
-        f"cannot listen on {listen}: the port is taken or the host is not this machine's; "
-        "stop what holds it, or set another listen address"
-    )
+    """Take the port at every address of the host that this machine has, or at none. Raises PortTakenError."""
     credentials = None
     if security.certificates is not None:
         folder = CertificateFolder(security.certificates, needs_own=True)
         credentials = folder.server_credentials(client_certificates=security.client_certificates)
+    host, _, port_text = listen.rpartition(":")
+    port = 0
     try:
-        port = int(
-            server.add_insecure_port(listen) if credentials is None else server.add_secure_port(listen, credentials)
-        )
-    except RuntimeError as error:
-        raise PortTakenError(message) from error
+        for address in _addresses_of(host):
+            at = f"{address}:{port or port_text}"
+            port = int(server.add_insecure_port(at) if credentials is None else server.add_secure_port(at, credentials))
+            if port == 0:
+                break
+    except (RuntimeError, OSError) as error:
+        raise _port_taken(listen) from error
     if port == 0:
-        raise PortTakenError(message)
+        raise _port_taken(listen)
     return port
+
+
+def _port_taken(listen: str) -> PortTakenError:
+    return PortTakenError(
+        f"cannot listen on {listen}: the port is taken or the host is not this machine's; "
+        "stop what holds it, or set another listen address"
+    )
+
+
+def _addresses_of(host: str) -> list[str]:
+    """The addresses behind a host's name, as gRPC writes them; a host that is an address is left as it is.
+
+    gRPC is content with one of them: of two servers at one port of `localhost` each would get some of the clients.
+    """
+    literal = host.strip("[]")
+    try:
+        ipaddress.ip_address(literal.partition("%")[0])
+        return [host]
+    except ValueError:
+        found = socket.getaddrinfo(literal, None, type=socket.SOCK_STREAM)
+    addresses = []
+    for family, _, _, _, address in dict.fromkeys(found):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.bind(address)  # at any port
+        except OSError:
+            continue  # such as ::1 of a container without IPv6
+        addresses.append(f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0]))
+    if not addresses:
+        raise OSError(f"{host} has no address of this machine")
+    return addresses
