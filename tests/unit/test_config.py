@@ -35,6 +35,35 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(write
     assert (settings.run.seed, settings.learner.batch_size, settings.collector.count) == (1, 2, 3)
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"REDIS_PORT": "tcp://10.0.0.1:6379", "REDIS_SERVICE_HOST": "10.0.0.1"},
+        {
+            "PACELINE_LEARNER_SERVICE_HOST": "10.0.0.1",
+            "PACELINE_LEARNER_SERVICE_PORT": "50052",
+            "PACELINE_LEARNER_SERVICE_PORT_GRPC": "50052",
+            "PACELINE_LEARNER_PORT": "tcp://10.0.0.1:50052",
+            "PACELINE_LEARNER_PORT_50052_TCP": "tcp://10.0.0.1:50052",
+            "PACELINE_LEARNER_PORT_50052_TCP_ADDR": "10.0.0.1",
+            "PACELINE_LEARNER_PORT_50052_TCP_PORT": "50052",
+            "PACELINE_LEARNER_PORT_50052_TCP_PROTO": "tcp",
+            "PACELINE_PORT": "tcp://10.0.0.1:80",
+            "PACELINE_SERVICE_HOST": "10.0.0.1",
+        },
+    ],
+    ids=["another service", "a service of ours"],
+)
+def test_what_kubernetes_says_of_services_is_no_setting(variables):
+    assert load(environment=variables) == Config()
+
+
+@pytest.mark.parametrize("name", ["PACELINE_LEARNER_PORT", "PACELINE_LEARNER__PORT", "PACELINE_SERVICE_HOSTS"])
+def test_a_setting_that_looks_like_a_service_and_is_none_is_refused(name):
+    with pytest.raises(ConfigError, match="unknown key"):
+        load(environment={name: "50052"})
+
+
 def test_an_override_of_one_key_leaves_its_neighbours(write):
     path = write("replay:\n  tables:\n    transitions: {capacity_rows: 5000}\n")
     settings = load(path, ["replay.tables.transitions.limiter.min_rows=50"])

@@ -44,6 +44,8 @@ ARROWS = {
 # These start roles, so they may import everything.
 STARTERS = {"cli", "local", "__main__"}
 HEAVY = {"torch", "gymnasium"}
+CODE_IN_DATA = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+CODE_IN_CALLS = {"torch.load", "torch.save", "np.load", "numpy.load", "yaml.load", "yaml.unsafe_load", "eval", "exec"}
 
 
 def module_of(path: Path) -> str:
@@ -153,6 +155,18 @@ def test_every_call_of_a_peer_has_a_deadline(path):
         and "timeout" not in {keyword.arg for keyword in call.keywords}
     ]
     assert without == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=where)
+def test_nothing_that_is_read_can_run_code(path):
+    """Snapshots, checkpoints and archives come from others: no unpickling, and no loader that may do it."""
+    imported = [name for _, name in imports_of(path) if name.partition(".")[0] in CODE_IN_DATA]
+    called = [
+        f"{where(path)}:{call.lineno} {ast.unparse(call.func)}"
+        for call in _calls(path)
+        if ast.unparse(call.func) in CODE_IN_CALLS
+    ]
+    assert imported + called == []
 
 
 @pytest.mark.parametrize(

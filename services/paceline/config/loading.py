@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -16,6 +17,9 @@ from paceline.config.models import Config, TableConfig, redact_url
 from paceline.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "PACELINE_"
+
+_SERVICE_NAMES = re.compile(r"_SERVICE_(HOST|PORT)(_[A-Z0-9_]+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
+_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
 
 def load(
@@ -30,7 +34,7 @@ def load(
     """
     tree = _read_yaml(path) if path else {}
     for name, value in sorted((environment or {}).items()):
-        if name.startswith(ENVIRONMENT_PREFIX):
+        if name.startswith(ENVIRONMENT_PREFIX) and not _is_of_kubernetes(name, value):
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
             _set_path(tree, key, _parse_value(value, name), source=name)
     for override in overrides:
@@ -94,6 +98,16 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: holds a {type(tree).__name__}: expected sections such as run:, env:, learner:")
     return tree
+
+
+def _is_of_kubernetes(name: str, value: str) -> bool:
+    """Whether it tells a pod of a Service named paceline or paceline-..., as it does every pod of the namespace.
+
+    https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
+    """
+    if "__" in name:
+        return False  # every setting's name has these
+    return bool(_SERVICE_NAMES.search(name)) or (name.endswith("_PORT") and bool(_SERVICE_ADDRESS.match(value)))
 
 
 def _parse_value(text: str, key: str) -> Any:
