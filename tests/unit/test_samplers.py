@@ -141,6 +141,35 @@ def test_weights_by_version_stay_right_over_a_very_long_run():
     assert set(draw(memory, 100).keys.tolist()) == set(range(newest + 1, newest + 6))
 
 
+def test_rows_of_a_version_that_nobody_else_reached_leave_the_others_drawable():
+    """A peer may send any version; what it sends counts no longer than its rows are there."""
+    memory = memory_of(sampler="recent", half_life_versions=10.0, capacity_rows=40)
+    append(memory, 10, version=1_000_000_000)
+    for version in range(1, 9):
+        append(memory, 10, version=version)
+    weights = 2.0 ** (np.repeat(np.arange(5, 9), 10) / 10.0)
+    assert_as_likely_as(count_draws(memory, 100_000), weights / weights.sum())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"sampler": "recent", "half_life_versions": 1.0}, {"sampler": "prioritised", "exponent": 8.0}],
+    ids=["recent", "prioritised"],
+)
+def test_a_row_that_weighs_next_to_nothing_has_no_draws_that_count(settings):
+    memory = memory_of(**settings, max_times_sampled=1)
+    append(memory, 10, version=1)
+    append(memory, 10, version=1001)
+    if settings["sampler"] == "prioritised":
+        memory.update_priorities(np.arange(10), np.full(10, 1e-37, np.float32))
+    first = draw(memory, 8).keys
+    with pytest.raises(UnavailableError, match="2 draws are left"):
+        draw(memory, 3)
+    assert sorted([*first, *draw(memory, 2).keys]) == list(range(10, 20))
+    with pytest.raises(UnavailableError, match="0 draws are left"):
+        draw(memory, 1)
+
+
 def test_a_lag_that_no_row_keeps_is_reported_with_the_newest_version_and_ends_when_newer_rows_come():
     memory = memory_of(sampler="recent", max_lag_versions=2)
     append(memory, 10, version=1)

@@ -58,9 +58,14 @@ class RecentSampler(WeightedSampler):
         if self._half_life is not None and (
             not self.row_count or newest - self._base > FARTHEST_HALVINGS * self._half_life
         ):
-            self._base = newest
-            self._weigh(np.flatnonzero(self._alive))
+            self._weigh_from(newest)
         super().add(first_row, row_count, versions)
+        if self._half_life is not None and not self._tree.total:
+            # Rows of a far higher version have left: those that are there weigh nothing beside it.
+            drawable = self._versions[self._alive & (self._versions >= self._oldest)]
+            if len(drawable):
+                self._weigh_from(int(drawable.max()))
+                self._note_lowest(np.arange(len(self._lowest)))
         self._note_lowest(np.unique(places // PART_ROWS))
 
     def within_bound(self, policy_version: int) -> int | None:
@@ -105,6 +110,11 @@ class RecentSampler(WeightedSampler):
     def _know(self, version: int) -> None:
         self._newest.tell(version)
         self._follow()
+
+    def _weigh_from(self, base: int) -> None:
+        """Make all weights anew, such that rows of this version have weight 1."""
+        self._base = base
+        self._weigh(np.flatnonzero(self._alive))
 
     def _follow(self) -> None:
         """Go where the bound has gone."""

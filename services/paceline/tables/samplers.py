@@ -184,9 +184,10 @@ class WeightedSampler:
 
     def _weigh(self, places: Places) -> None:
         """Bring the weights of rows up to date; with a bound on draws, `places` are distinct."""
-        weights = np.where(self._alive[places], self._weights_of(places), 0.0)
-        self._tree.set_weights(places, weights)
-        self._note_left(places, weights)
+        self._tree.set_weights(places, np.where(self._alive[places], self._weights_of(places), 0.0))
+        if self._left is not None:
+            # As the tree has them: to it the smallest ones are 0, and such a row has no draw that anybody could take.
+            self._note_left(places, self._tree.weights(places))
 
     def _note_left(self, places: Places, weights: Weights) -> None:
         if self._left is not None and self._max_times is not None:
