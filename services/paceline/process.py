@@ -100,11 +100,15 @@ class StopSignal:
         return self._event.wait(seconds)
 
 
-def die_with_parent() -> None:
-    """Have the kernel end this process when its parent ends, however it ends. Linux only; elsewhere nothing."""
+def die_with_parent(how: signal.Signals = signal.SIGTERM) -> None:
+    """Have the kernel end this process when its parent ends, however it ends. Linux only; elsewhere nothing.
+
+    Args:
+        how: SIGKILL ends one that is stopped as well. The parent is the thread that started this process.
+    """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, how)
 
 
 def dying_with_parent(command: list[str]) -> list[str]:

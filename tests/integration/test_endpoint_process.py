@@ -361,6 +361,21 @@ def test_the_endpoint_ends_with_the_training_process_and_waits_for_nobody(
     client.close()
 
 
+def test_a_stopped_endpoint_ends_with_the_training_process_and_is_in_nobodys_way(
+    start_learner: Callable[..., Learner],
+) -> None:
+    learner = start_learner()
+    os.kill(learner.endpoint_pid, signal.SIGSTOP)
+    try:
+        learner.process.kill()
+        learner.process.wait(5)
+        until(lambda: not is_alive(learner.endpoint_pid))
+    finally:
+        if is_alive(learner.endpoint_pid):
+            os.kill(learner.endpoint_pid, signal.SIGCONT)
+    start_learner()
+
+
 @pytest.mark.parametrize("rounds", [2, pytest.param(24, marks=pytest.mark.slow)])
 def test_no_version_comes_twice_and_no_restart_needs_a_hand_whoever_is_killed_when(
     tmp_path: Path, start_learner: Callable[..., Learner], rounds: int

@@ -222,8 +222,8 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_there", [True, False], ids=["replay there", "replay away"])
-def test_the_receiver_ends_when_its_parent_is_killed(replay, is_there):
+@pytest.mark.parametrize("case", ["replay there", "replay away", "stopped"])
+def test_the_receiver_ends_when_its_parent_is_killed(replay, case):
     tests = Path(__file__).parents[1]
     parent = subprocess.Popen(
         [sys.executable, "-c", _PARENT, replay.address],
@@ -235,8 +235,10 @@ def test_the_receiver_ends_when_its_parent_is_killed(replay, is_there):
     try:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
-        if not is_there:
+        if case == "replay away":
             replay.stop()
+        elif case == "stopped":
+            os.kill(child, signal.SIGSTOP)
         parent.kill()
         wait_until(lambda: state_of(child) in ("", "Z"))
     finally:

@@ -34,7 +34,7 @@ from paceline.learner.recorder import Recorder
 from paceline.learner.registry import RunRegistry
 from paceline.learner.run_service import Records, RunDescription, RunService
 from paceline.learner.snapshot_memory import SnapshotMemory
-from paceline.process import tune_allocator
+from paceline.process import die_with_parent, tune_allocator
 from paceline.rpc.server import AioServer
 from paceline.rpc.wire import seconds_of
 from paceline.serving import parameter_service
@@ -297,6 +297,7 @@ def main(arguments: list[str]) -> int:
     """Serve; the exit status."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    die_with_parent(signal.SIGKILL)  # one that is stopped cannot see the end of its socket
     tune_allocator()
     connection, memory = (int(argument) for argument in arguments)
     return asyncio.run(_run(socket.socket(fileno=connection), SnapshotMemory(memory)))

@@ -29,7 +29,7 @@ from paceline.learner.control import Message, take_messages
 from paceline.learner.priority_updates import PriorityUpdates
 from paceline.learner.replay_clock import ReplayClock
 from paceline.learner.replay_stream import ReplayStream
-from paceline.process import tune_allocator, yield_to_others
+from paceline.process import die_with_parent, tune_allocator, yield_to_others
 from paceline.rpc.bulk import SAMPLE_RESPONSE, Bulk
 from paceline.rpc.client import open_channel
 from paceline.rpc.tokens import LEARNER
@@ -102,6 +102,8 @@ class Receiver:
         )
         self._connection, self._sending = connection, threading.Lock()
         self._orders = Orders()
+        self._has_answered = False
+        """Whether a batch, or a part of one, ever came."""
         self._order = replay_pb2.SampleRequest(
             run_id=declaration.run_id,
             table=declaration.table,
@@ -150,6 +152,8 @@ class Receiver:
 
     def _fetch(self) -> None:
         """Open one stream and fill slots from it until it ends. A slot that was filled in part is filled anew."""
+        if not self._has_answered:
+            self._tell_rows()
         stream = self._orders.begin_stream()
         filled = 0
         for response in self._stream.open(
@@ -159,6 +163,7 @@ class Receiver:
             SAMPLE_RESPONSE.deserialize,
         ):
             self._stream.note_answer()
+            self._has_answered = True
             filled = self._take(response, filled)
 
     def _requests(self, stream: int) -> Iterator[replay_pb2.SampleRequest]:
@@ -237,6 +242,12 @@ class Receiver:
                 os._exit(0)
             received += data
 
+    def _tell_rows(self) -> None:
+        """Tell of rows that are there though no batch may come for long: the ratio may hold samples back."""
+        table = next(each for each in self._clock.describe().tables if each.name == self._order.table)
+        if table.inserted_row_count >= table.limiter.min_row_count:
+            self._send("rows", table_row_count=table.row_count, inserted_row_count=table.inserted_row_count)
+
     def _tell_cut(self, error: PacelineError, is_away: bool) -> None:
         self._send("cut", error=type(error).__name__, message=str(error), is_away=is_away)
 
@@ -260,6 +271,7 @@ def main(arguments: list[str]) -> int:
     """Receive; the exit status."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    die_with_parent(signal.SIGKILL)  # one that is stopped cannot see the end of its socket
     tune_allocator()
     yield_to_others()
     descriptors = [int(argument) for argument in arguments]
