@@ -64,6 +64,40 @@ def test_a_setting_that_looks_like_a_service_and_is_none_is_refused(name):
         load(environment={name: "50052"})
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["learner: {batch_size: 64}\nrun: {seed: 1}\nlearner: {}\n", "learner:\n  batch_size: 64\n  batch_size: 32\n"],
+)
+def test_a_key_that_comes_twice_is_refused_with_its_place(write, text):
+    with pytest.raises(ConfigError, match=r"the key '(learner|batch_size)' comes twice") as caught:
+        load(write(text))
+    assert "line 3" in str(caught.value)
+
+
+def test_what_is_wrong_says_which_variable_or_argument_it_is_from(write):
+    path = write("learner: {bath_size: 64}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path, ["env=Foo", "run.seed=x"], {"PACELINE_LEARNER__BATCH_SIZE": "many"})
+    lines = str(caught.value).splitlines()[1:]
+    assert sorted(line.strip().partition(": ")[0] for line in lines) == [
+        "env (command line)",
+        "learner.batch_size (variable PACELINE_LEARNER__BATCH_SIZE)",
+        "learner.bath_size",
+        "run.seed (command line)",
+    ]
+
+
+def test_the_ratio_of_a_strict_run_is_set_in_one_place_only():
+    strict = ["learner.updates=strict", "learner.batch_size=64", "learner.updates_per_step=0.5"]
+    key = "replay.tables.transitions.limiter.samples_per_insert"
+    with pytest.raises(
+        ConfigError, match=r"samples_per_insert is 3 and learner\.updates is 'strict', which makes it 32"
+    ):
+        load(None, [*strict, f"{key}=3"])
+    assert load(None, [*strict, f"{key}=32"]).samples_per_insert() == 32
+    assert load(None, ["learner.updates=learner_bound", f"{key}=3"]).samples_per_insert() == 3
+
+
 def test_an_override_of_one_key_leaves_its_neighbours(write):
     path = write("replay:\n  tables:\n    transitions: {capacity_rows: 5000}\n")
     settings = load(path, ["replay.tables.transitions.limiter.min_rows=50"])
@@ -88,7 +122,7 @@ def test_values_on_the_command_line_are_yaml():
         ("learner.bath_size=3", ["learner.bath_size", "3", "unknown key", "learner.batch_size"]),
         ("lerner.batch_size=3", ["lerner", "unknown key", "learner"]),
         ("replay.tables.mine.limiter.min_row=3", ["replay.tables.mine.limiter.min_row", "3", "limiter.min_rows"]),
-        ("learner.batch_size=many", ["learner.batch_size", "'many'", "integer"]),
+        ("learner.batch_size=many", ["learner.batch_size", "'many'", "a whole number"]),
         ("learner.batch_size=0", ["learner.batch_size", "0", "greater than 0"]),
         ("learner.algorithm.gamma=1.5", ["learner.algorithm.gamma", "1.5", "less than or equal to 1"]),
         ("learner.algorithm.gamma=.nan", ["learner.algorithm.gamma", "nan", "finite"]),

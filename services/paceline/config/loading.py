@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,6 +18,14 @@ from paceline.config.models import Config, TableConfig, redact_url
 from paceline.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "PACELINE_"
+
+_EXPECTED = {
+    "int_parsing": "expected a whole number",
+    "tuple_type": "expected a list, such as [256, 256]",
+    "model_type": "expected a section with keys of its own",
+    "dict_type": "expected keys and values, such as {key: value}",
+}
+"""In place of pydantic's own words, which are about Python's types."""
 
 _SERVICE_NAMES = re.compile(r"_SERVICE_(HOST|PORT)(_[A-Z0-9_]+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
@@ -32,25 +41,32 @@ def load(
     Raises:
         ConfigError: names each wrong key, its value, what was expected and the nearest known key.
     """
-    tree = _read_yaml(path) if path else {}
+    tree, origins = _read_yaml(path) if path else {}, {}
     for name, value in sorted((environment or {}).items()):
         if name.startswith(ENVIRONMENT_PREFIX) and not _is_of_kubernetes(name, value):
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
             _set_path(tree, key, _parse_value(value, name), source=name)
+            origins[key] = f"variable {name}"
     for override in overrides:
         key, separator, value = override.partition("=")
         if not separator or not key:
             raise ConfigError(f"argument {override!r}: expected key=value, such as run.seed=1")
         _set_path(tree, key, _parse_value(value, key), source=override)
-    return build(tree, source=str(path) if path else "the settings")
+        origins[key] = "command line"
+    return build(tree, source=str(path) if path else "the settings", origins=origins)
 
 
-def build(tree: Mapping[str, Any], *, source: str = "the settings") -> Config:
-    """Check a tree of plain values and make a Config of it. Raises ConfigError."""
+def build(tree: Mapping[str, Any], *, source: str = "the settings", origins: Mapping[str, str] | None = None) -> Config:
+    """Check a tree of plain values and make a Config of it. Raises ConfigError.
+
+    Args:
+        source: where its values are from, for messages.
+        origins: by their keys, the values that are from elsewhere, and where from.
+    """
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(problem) for problem in error.errors()]
+        lines = [_explain(problem, origins or {}) for problem in error.errors()]
         raise ConfigError("\n".join([f"{len(lines)} wrong setting(s) in {source}:", *lines])) from None
 
 
@@ -84,9 +100,26 @@ def describe() -> str:
     return "\n".join(lines).strip() + "\n"
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, of which YAML's own would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of a node."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} comes twice in one section: expected it once", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; presets lie in configs/") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -129,19 +162,22 @@ def _set_path(tree: dict[str, Any], key: str, value: Any, *, source: str) -> Non
     tree[leaf] = value
 
 
-def _explain(problem: Mapping[str, Any]) -> str:
+def _explain(problem: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location) or "(whole file)"
+    # A section's value may be what is wrong, or one deep within what was given.
+    origin = next((origins[part] for part in accumulate(location, "{}.{}".format) if part in origins), None)
+    named = key if origin is None else f"{key} ({origin})"
     # A URL may stand under a misspelt key, too.
     shown = "***" if location[-1:] == ["redis_url"] else redact_url(repr(problem["input"]))
     if problem["type"] == "extra_forbidden":
         nearest = difflib.get_close_matches(key, list(_known_keys(location)), n=1, cutoff=0.5)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        return f"  {key}: unknown key (value {shown}){hint}"
+        return f"  {named}: unknown key (value {shown}){hint}"
     if problem["type"] == "value_error" and not location:
         return f"  {problem['ctx']['error']!s}"
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"  {key}: {shown}: {message[0].lower()}{message[1:]}"
+    message = _EXPECTED.get(problem["type"], problem["msg"].removeprefix("Value error, "))
+    return f"  {named}: {shown}: {message[0].lower()}{message[1:]}"
 
 
 def _known_keys(location: Iterable[str]) -> Iterator[str]:

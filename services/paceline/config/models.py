@@ -530,6 +530,13 @@ class Config(Model):
                 f"learner.updates is 'strict' and table {learner.table!r} is a queue: expected 'learner_bound'; "
                 "each of its rows is learned from once, so there is no ratio to hold"
             )
+        ratio, given = self.samples_per_insert(), table.limiter.samples_per_insert
+        if learner.updates == "strict" and given is not None and given != ratio:
+            raise ValueError(
+                f"replay.tables.{learner.table}.limiter.samples_per_insert is {given:g} and learner.updates is "
+                f"'strict', which makes it {ratio:g}: updates_per_step times batch_size; leave it out, or set "
+                "learner.updates_per_step, or learner.updates=learner_bound"
+            )
         if self.collector.count < self.replay.shards:
             raise ValueError(
                 f"collector.count is {self.collector.count}: expected at least replay.shards, {self.replay.shards}, "
