@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 from counting_environment import build, require_whole_episodes
+from mortal_environment import killed_in_its_step
+from paceline.envs import stepping
 from paceline.errors import EnvironmentFaultError
 
 
@@ -37,3 +40,47 @@ def test_a_dead_environment_process_is_a_fault_and_not_a_hang():
     with pytest.raises(EnvironmentFaultError, match="died"):
         environments.step(action)
     environments.close()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_process_that_dies_in_a_step_is_a_fault_and_all_of_them_end(tmp_path, count):
+    tells = tmp_path / "tells"
+    environments = build("mortal_environment:Mortal-v0", range(count), vectorization="async", tells=str(tells))
+    with killed_in_its_step(tells), pytest.raises(EnvironmentFaultError, match="died"):
+        environments.step(np.zeros((count, 1), np.float32))
+    environments.close()
+    require_ended(environments)
+    assert [process.exitcode for process in environments._vector.processes] == [-signal.SIGKILL, 0][:count]
+    environments.close()  # once more is nothing
+
+
+def test_a_process_that_hangs_in_a_step_and_ignores_sigterm_is_killed(tmp_path, monkeypatch):
+    for name in ("STEP_DEADLINE_SECONDS", "CLOSE_DEADLINE_SECONDS", "_SIGNAL_SECONDS"):
+        monkeypatch.setattr(stepping, name, 1.0)
+    tells = tmp_path / "tells"
+    environments = build(
+        "mortal_environment:Mortal-v0", (0, 1), vectorization="async", tells=str(tells), is_stubborn=True
+    )
+    os.mkfifo(tells)  # and nobody reads it
+    with pytest.raises(EnvironmentFaultError, match="does not answer within 1 s"):
+        environments.step(np.zeros((2, 1), np.float32))
+    environments.close()
+    require_ended(environments)
+    assert [process.exitcode for process in environments._vector.processes] == [-signal.SIGKILL, 0]
+
+
+def test_processes_whose_first_reset_fails_end_while_its_error_is_still_at_hand():
+    before = set(multiprocessing.active_children())
+    with pytest.raises(EnvironmentFaultError, match="no 100 % free disk") as caught:
+        build("Faulty", (3,), fault="reset raises", vectorization="async")
+    assert set(multiprocessing.active_children()) <= before
+    del caught
+
+
+def require_ended(environments):
+    """No process is left, no zombie either, and no pipe is open."""
+    vector = environments._vector
+    assert all(pipe.closed for pipe in vector.parent_pipes)
+    for process in vector.processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)

@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from counting_environment import build, collect_until, require_whole_episodes
+from counting_environment import Echo, build, collect_until, require_whole_episodes
 from paceline.config import EnvConfig
 from paceline.envs import (
     Environments,
@@ -120,6 +120,19 @@ def test_a_fault_names_environment_number_step_and_seed(fault, said):
 def test_a_fault_of_a_reset_is_named():
     with pytest.raises(EnvironmentFaultError, match=r"seed 3.*reset raised OSError: no 100 % free disk"):
         build("Faulty", (3,), fault="reset raises")
+
+
+def test_an_environment_whose_close_raises_keeps_no_other_from_closing(monkeypatch):
+    closed = []
+
+    def close(environment):
+        closed.append(environment)
+        raise OSError("the simulator is gone already")
+
+    environments = build("Echo", (0, 1))
+    monkeypatch.setattr(Echo, "close", close)
+    environments.close()
+    assert len(closed) == 2
 
 
 def test_thirty_two_environments_of_four_collectors_begin_differently_and_reproducibly():

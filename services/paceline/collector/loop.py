@@ -30,6 +30,9 @@ from paceline.telemetry import ActivityClock, get_logger
 MAX_FAULTS_IN_A_ROW = 10
 """Environment faults with no finished episode between them, after which `on_environment_error: reset` gives up."""
 
+_STOP_FOLLOWS_SECONDS = 2.0
+"""How much later the stop may reach this process than those of the environments, which end by it at once."""
+
 _STOP_CHECK_SECONDS = 0.2
 """How late a pause may notice the stop signal, which wakes nobody."""
 
@@ -90,26 +93,16 @@ class CollectingLoop:
         """Collect. Afterwards `close` ends what it began.
 
         Raises:
-            EnvironmentFaultError: an environment failed, and it may not or no longer be rebuilt.
+            EnvironmentFaultError: an environment failed, it may not or no longer be rebuilt, and it was not the stop.
             PacelineError: replay or the learner refused this collector for good.
         """
-        while not (stop.is_set() or self.finished()):
-            self._apply()
-            standing = self._poller.standing
-            if not self._admission.admits(standing):
-                self._pause(stop)
-                continue
-            self._lag.begin(standing)
-            self._clock.switch("acting")
-            action, log_prob = self._choose()
-            self._clock.switch("environment")
-            try:
-                step = self._environments.step(action)
-            except EnvironmentFaultError as error:
-                self._recover(error)
-                continue
-            self._clock.switch("filling")
-            self._take(step, log_prob, stop)
+        try:
+            self._collect(stop)
+        except EnvironmentFaultError as error:
+            # Whoever stops a whole process group or job ends the environments' processes as well.
+            if not stop.wait(_STOP_FOLLOWS_SECONDS):
+                raise
+            self._log.warning("environments_ended_by_stop", reason=str(error))
 
     def finished(self) -> bool:
         """Whether the run wants no further rows."""
@@ -124,6 +117,25 @@ class CollectingLoop:
             rest.append(last)
         self._writer.close(rest, 0.0 if self.finished() else seconds)
         self._environments.close()
+
+    def _collect(self, stop: StopSignal) -> None:
+        while not (stop.is_set() or self.finished()):
+            self._apply()
+            standing = self._poller.standing
+            if not self._admission.admits(standing):
+                self._pause(stop)
+                continue
+            self._lag.begin(standing)
+            self._clock.switch("acting")
+            action, log_prob = self._choose()
+            self._clock.switch("environment")
+            try:
+                step = self._environments.step(action)
+            except EnvironmentFaultError as error:
+                self._recover(error, stop)
+                continue
+            self._clock.switch("filling")
+            self._take(step, log_prob, stop)
 
     def _apply(self) -> None:
         if not self._poller.is_ready(self._steps):
@@ -215,12 +227,12 @@ class CollectingLoop:
         self._uncounted_steps = 0
         self._lag.hand_on()
 
-    def _recover(self, error: EnvironmentFaultError) -> None:
-        """Obey `on_environment_error`: raise, or drop the episode and go on with new environments."""
+    def _recover(self, error: EnvironmentFaultError, stop: StopSignal) -> None:
+        """Obey `on_environment_error`: raise, as at the stop, or drop the episode and go on with new environments."""
         while True:
             self._metrics.environment_faults.inc()
             self._faults_in_a_row += 1
-            if self._config.on_environment_error == "stop":
+            if self._config.on_environment_error == "stop" or stop.is_set():
                 raise error
             if self._faults_in_a_row >= MAX_FAULTS_IN_A_ROW:
                 raise EnvironmentFaultError(

@@ -10,6 +10,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from paceline.telemetry import get_logger
+
 FAULT = "paceline_fault"
 """The key of a fault in the infos of a step or reset."""
 
@@ -53,6 +55,13 @@ class Guard(gymnasium.Wrapper[Any, Any, Any, Any]):
         if fault:
             return self._placeholder, 0.0, False, False, {FAULT: fault}
         return observation, reward, bool(terminated), bool(truncated), {}
+
+    def close(self) -> None:
+        """Close; what that raises is only a line of the log: it ends here anyway, and the others are still to close."""
+        try:
+            self.env.close()
+        except Exception as error:
+            get_logger().warning("environment_close_failed", reason=f"{type(error).__name__}: {error}")
 
     def _fault_of(self, observation: Any) -> str | None:
         shape = np.shape(observation)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from paceline.envs.description import EnvironmentDescription
 from paceline.envs.guard import FAULT
@@ -22,7 +23,10 @@ from paceline.rows import NUMPY_TYPES
 STEP_DEADLINE_SECONDS = 300.0
 """An environment process that has not answered a step or a reset by then has failed."""
 CLOSE_DEADLINE_SECONDS = 5.0
-"""Environment processes that have not ended by then are terminated."""
+"""Environment processes that have not ended by then are terminated, and killed where that is not enough."""
+
+_SIGNAL_SECONDS = 1.0
+"""How long a process may take to end by a signal."""
 
 Array = npt.NDArray[Any]
 
@@ -94,11 +98,15 @@ class Environments:
         self._episode = np.arange(first_episode, first_episode + self._count, dtype=np.int64)
         self.next_episode = first_episode + self._count
         """The number that the next episode gets."""
-        self._is_async = hasattr(vector, "step_async")
+        self._workers = vector if isinstance(vector, AsyncVectorEnv) else None
         self._ended = np.zeros(self._count, np.bool_)
         self.observation: Array = np.empty(0)
         """[N, *observation] what the next actions answer to, as rows store it."""
-        self.reset(seeds)
+        try:
+            self.reset(seeds)
+        except EnvironmentFaultError:
+            self.close()  # nobody else has them yet
+            raise
 
     @property
     def count(self) -> int:
@@ -114,7 +122,11 @@ class Environments:
         """Begin anew with these seeds; unfinished episodes are dropped. Raises EnvironmentFaultError."""
         self._seeds = tuple(seeds)
         with self._faults_named():
-            observation, infos = self._vector.reset(seed=list(self._seeds))  # type: ignore[arg-type]
+            if self._workers is not None:
+                self._workers.reset_async(seed=list(self._seeds))
+                observation, infos = self._workers.reset_wait(timeout=STEP_DEADLINE_SECONDS)
+            else:
+                observation, infos = self._vector.reset(seed=list(self._seeds))  # type: ignore[arg-type]
         self._raise_fault(infos)
         self.observation = self._stored(observation)
         self._ended = np.zeros(self._count, np.bool_)
@@ -129,9 +141,9 @@ class Environments:
         """
         clipped = np.minimum(np.maximum(action, self._low), self._high).astype(self._action_type, copy=False)
         with self._faults_named():
-            if self._is_async:
-                self._vector.step_async(clipped)  # type: ignore[attr-defined]
-                result = self._vector.step_wait(timeout=STEP_DEADLINE_SECONDS)  # type: ignore[attr-defined]
+            if self._workers is not None:
+                self._workers.step_async(clipped)
+                result = self._workers.step_wait(timeout=STEP_DEADLINE_SECONDS)
             else:
                 result = self._vector.step(clipped)
         self._steps += 1
@@ -168,16 +180,14 @@ class Environments:
         return step
 
     def close(self) -> None:
-        """End the environments, and their processes, within CLOSE_DEADLINE_SECONDS."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Gymnasium warns of workers that are still in a step
-            if not self._is_async:
-                self._vector.close()
-                return
-            try:
-                self._vector.close(timeout=CLOSE_DEADLINE_SECONDS)
-            except (OSError, EOFError):  # one of the processes died before
-                self._vector.close(terminate=True)
+        """End the environments, and their processes within CLOSE_DEADLINE_SECONDS and a little; what fails is no error.
+
+        It may be called again.
+        """
+        if self._workers is not None:
+            _end_workers(self._workers)
+        else:
+            self._vector.close()
 
     def _finish(self, ended: npt.NDArray[np.bool_], terminated: npt.NDArray[np.bool_]) -> tuple[FinishedEpisode, ...]:
         numbers = np.flatnonzero(ended)
@@ -217,6 +227,37 @@ class Environments:
                 f"{type(error).__name__}: {error}; an environment process died or does not answer within "
                 f"{STEP_DEADLINE_SECONDS:g} s"
             ) from error
+
+
+def _end_workers(vector: AsyncVectorEnv) -> None:
+    """End the processes of `vector`, whatever became of them, and close what they share with this one.
+
+    Gymnasium's own way reads the pipe of each, without a deadline: one that died in a step makes it raise, and one that
+    hangs makes it hang.
+    """
+    if vector.closed:
+        return
+    vector.closed = True  # else Gymnasium closes it in its own way, too, when nobody refers to it any more
+    pipes = [pipe for pipe in vector.parent_pipes if pipe is not None]
+    for pipe in pipes:
+        with suppress(OSError):  # its process has ended
+            pipe.send(("close", None))
+    _join(vector.processes, CLOSE_DEADLINE_SECONDS)
+    for end in (BaseProcess.terminate, BaseProcess.kill):
+        left = [process for process in vector.processes if process.is_alive()]
+        for process in left:
+            end(process)
+        _join(left, _SIGNAL_SECONDS)
+    for pipe in pipes:
+        pipe.close()
+    del vector.error_queue  # its semaphores are files, which else stay for as long as an error refers to a frame here
+
+
+def _join(processes: Iterable[BaseProcess], seconds: float) -> None:
+    """Wait until they have all ended, for at most so long."""
+    until = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
 
 
 def _declared_mode(vector: VectorEnv[Any, Any, Any], environment_id: str) -> AutoresetMode:
