@@ -26,6 +26,7 @@ from paceline.errors import (
     StoreReadOnlyError,
     UnavailableError,
 )
+from paceline.replay.link import ServerChangedError
 from paceline.replay.scripts import CLAIM, COMMIT, SAVE
 from paceline.replay.store import RedisStore
 from paceline.rpc.status import RETRYABLE, code_of
@@ -81,6 +82,21 @@ def resume_after_pause(store: RedisStore) -> None:
     store._link._paused_until = 0.0
 
 
+def open_admitted(open_store, url: str) -> RedisStore:
+    """The store of a process that has got by at its start."""
+    store = open_store(url)
+    store.claim(resume=False)
+    store.note_admitted()
+    return store
+
+
+REFUSALS = [
+    "NOAUTH Authentication required.",
+    "WRONGPASS invalid username-password pair or user is disabled.",
+    "NOPERM User default has no permissions to run the 'evalsha' command",
+    "NOPERM ACL failure in script: User default has no permissions to run the 'hset' command",
+]
+
 STATES = [
     ("LOADING Redis is loading the dataset in memory", UnavailableError, grpc.StatusCode.UNAVAILABLE),
     ("MASTERDOWN Link with MASTER is down", UnavailableError, grpc.StatusCode.UNAVAILABLE),
@@ -88,14 +104,15 @@ STATES = [
     ("READONLY You can't write against a read only replica.", UnavailableError, grpc.StatusCode.UNAVAILABLE),
     ("OOM command not allowed when used memory > 'maxmemory'.", StoreFullError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     ("MISCONF Errors writing to the AOF file", StoreReadOnlyError, grpc.StatusCode.FAILED_PRECONDITION),
+    *((refusal, UnavailableError, grpc.StatusCode.UNAVAILABLE) for refusal in REFUSALS),
     ("ERR something else", PacelineError, grpc.StatusCode.INTERNAL),
 ]
+STATE_IDS = [f"{reply.split()[0]}-script" if "script" in reply else reply.split()[0] for reply, _, _ in STATES]
 
 
-@pytest.mark.parametrize(("reply", "error_type", "code"), STATES, ids=[reply.split()[0] for reply, _, _ in STATES])
+@pytest.mark.parametrize(("reply", "error_type", "code"), STATES, ids=STATE_IDS)
 def test_each_state_of_redis_has_its_error_and_its_code_and_ends_with_it(faulty, open_store, reply, error_type, code):
-    store = open_store(faulty.url)
-    store.claim(resume=False)
+    store = open_admitted(open_store, faulty.url)
     faulty.fault = reply
     for attempt in (lambda: save(store), lambda: store.command("GET", "x")):
         resume_after_pause(store)
@@ -109,10 +126,9 @@ def test_each_state_of_redis_has_its_error_and_its_code_and_ends_with_it(faulty,
     assert save(store) == "out_of_step"  # it reaches Redis again
 
 
-@pytest.mark.parametrize(("reply", "error_type", "code"), STATES, ids=[reply.split()[0] for reply, _, _ in STATES])
+@pytest.mark.parametrize(("reply", "error_type", "code"), STATES, ids=STATE_IDS)
 def test_a_transaction_that_is_refused_at_any_of_its_parts_says_why(faulty, open_store, reply, error_type, code):
-    store = open_store(faulty.url)
-    store.claim(resume=False)
+    store = open_admitted(open_store, faulty.url)
     for refused in (b"MULTI", b"SET", b"EVALSHA", b"EXEC"):
         resume_after_pause(store)
         faulty.fault, faulty.only = reply, refused
@@ -123,6 +139,40 @@ def test_a_transaction_that_is_refused_at_any_of_its_parts_says_why(faulty, open
     resume_after_pause(store)
     assert commit(store) == "out_of_step"
     assert store.command("EXISTS", store.key("staged")) == 0
+
+
+@pytest.mark.parametrize("reply", REFUSALS, ids=STATE_IDS[-1 - len(REFUSALS) : -1])
+@pytest.mark.parametrize("claimed", [False, True])
+def test_a_refusal_at_the_start_is_an_error_of_the_configuration_each_time(faulty, open_store, reply, claimed):
+    store = open_store(faulty.url)
+    if claimed:
+        store.claim(resume=False)
+    faulty.fault = reply
+    for attempt in (lambda: save(store), lambda: store.command("GET", "x"), store.check) * 2:
+        with pytest.raises(ConfigError, match=r"does not admit us|forbids a command"):
+            attempt()
+    faulty.fault = None
+    assert store.command("GET", "x") is None  # no pause hides that a person has mended it
+
+
+def test_what_a_script_did_that_was_broken_off_is_not_built_upon(faulty, open_store):
+    store = open_admitted(open_store, faulty.url)
+    server = store.read_server()
+    keys = [store.key(part) for part in ("owner", "state", "blocks", "pages")]
+
+    def save_on(server: str) -> str:
+        resume_after_pause(store)
+        return store.run_script(SAVE, keys, [store.token, 1, 0, 0, 0, 0, 0, "-", 0], server=server)
+
+    for refusal in REFUSALS:
+        assert save_on(server) == "out_of_step"
+        faulty.fault = refusal
+        with pytest.raises(UnavailableError):
+            save_on(server)
+        faulty.fault = None
+    with pytest.raises(ServerChangedError, match="broke a script off half-way"):
+        save_on(server)
+    assert save_on(store.read_server()) == "out_of_step"
 
 
 def test_a_transaction_that_is_aborted_at_its_end_says_why(faulty, open_store):
@@ -158,10 +208,9 @@ def test_a_store_that_is_away_is_not_hammered(faulty, open_store):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("server", SERVERS[:1], indirect=True)
-@pytest.mark.parametrize("reply", ["LOADING it", "READONLY it", "MISCONF it", "OOM it"])
+@pytest.mark.parametrize("reply", ["LOADING it", "READONLY it", "MISCONF it", "OOM it", "NOAUTH it", "NOPERM it"])
 def test_five_seconds_of_trouble_cost_fewer_than_twenty_attempts_and_pass(faulty, open_store, reply):
-    store = open_store(faulty.url)
-    store.claim(resume=False)
+    store = open_admitted(open_store, faulty.url)
     faulty.fault = reply
     until = time.monotonic() + 5
     while time.monotonic() < until:
@@ -169,8 +218,9 @@ def test_five_seconds_of_trouble_cost_fewer_than_twenty_attempts_and_pass(faulty
             commit(store)
         # As a collector's writer: a full store is left alone for the delay that it was told.
         threading.Event().wait(0.5 if reply.startswith("OOM") else 0.01)
-    # What is sent in one go is one attempt.
+    # What is sent in one go is one attempt. A login that is refused ends it as it connects.
     assert faulty.attempts / (4 if reply.startswith("OOM") else 1) < 20
+    assert faulty.connections < 20
     faulty.fault = None
     wait_until(lambda: succeeds(lambda: commit(store)))
 

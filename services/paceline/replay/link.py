@@ -23,6 +23,7 @@ With `+config|get` the line at the start can also say when the server writes to 
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
 import threading
@@ -52,7 +53,14 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from paceline.config import redact_url
-from paceline.errors import ConfigError, PacelineError, StoreFullError, StoreReadOnlyError, UnavailableError
+from paceline.errors import (
+    ConfigError,
+    ConflictError,
+    PacelineError,
+    StoreFullError,
+    StoreReadOnlyError,
+    UnavailableError,
+)
 from paceline.replay.durability import parse_info
 from paceline.replay.scripts import Script
 from paceline.replay.values import Values, read_values
@@ -96,7 +104,10 @@ class ServerChangedError(UnavailableError):
 
 
 class RedisLink:
-    """One Redis. Any number of threads may use it; each command takes a connection of its own."""
+    """One Redis. Any number of threads may use it; each command takes a connection of its own.
+
+    It belongs to the process that made it: in a fork of that every command raises ConflictError, and sends nothing.
+    """
 
     def __init__(self, url: str, *, deadline_seconds: float) -> None:
         """Connects at the first command, each of which ends within `deadline_seconds`.
@@ -110,6 +121,11 @@ class RedisLink:
         self._speaks_tls = url.startswith("rediss://")
         self.is_loading = False
         """Whether the last failure was that Redis is still loading its data."""
+        self.was_admitted = False
+        """Set by who has got by with these credentials: a Redis that refuses them later may have its password or its
+        users changed just now, so UnavailableError says that, and no ConfigError."""
+        self._pid = os.getpid()
+        self._broken_off = 0  # scripts of which a part may be done: what comes after must not build upon it
         self._deadline_seconds = deadline_seconds
         self._pausing = threading.Lock()
         self._failures, self._paused_until, self._pause_error = 0, 0.0, PacelineError()
@@ -139,10 +155,10 @@ class RedisLink:
 
         Args:
             before: commands that are carried out right before it; all of it happens, or nothing.
-            server: `run_id` of the server, as its INFO has it, where the script is for no other.
+            server: what `read_server` gave, where the script is for no other run of it.
 
         Raises:
-            ServerChangedError: it is another; nothing was sent.
+            ServerChangedError: it is another, or a script was broken off since; nothing was sent.
         """
         self._refuse_while_paused(writes=True)
         if self._failures and before:
@@ -154,6 +170,13 @@ class RedisLink:
             raise
         self._failures, self._paused_until = 0, 0.0
         return returned
+
+    def read_server(self) -> str:
+        """Which run of which server this is: another one after a restart, and after a script that was broken off.
+
+        That is one whose user lost a right that it needs half-way: what it did before that stays done.
+        """
+        return self._in_state(parse_info(self.command("INFO", "server")).get("run_id", ""))
 
     def read_values(self, keys: Sequence[bytes]) -> Values:
         """The strings at these keys, None where there is none; as `command` with MGET, and twice as fast."""
@@ -168,8 +191,9 @@ class RedisLink:
         return self._call_script(script, keys)
 
     def close(self) -> None:
-        """Close every connection. Another command opens one anew."""
-        self._pool.disconnect()
+        """Close every connection. Another command opens one anew. In a fork: nothing, they are its parent's."""
+        if os.getpid() == self._pid:
+            self._pool.disconnect()
 
     def _open(self, url: str) -> redis.ConnectionPool:
         try:
@@ -227,8 +251,8 @@ class RedisLink:
         try:
             connection = self._pool.get_connection()
             try:
-                if server is not None and _server_of(connection) != server:
-                    raise ServerChangedError(f"Redis at {self.shown} has restarted, or another is in its place; retry")
+                if server is not None:
+                    self._require_server(connection, server)
                 # redis-py would copy a block twice to pack it; here its bytes go to the socket as they are.
                 connection.send_packed_command(_pack(commands))  # type: ignore[no-untyped-call]
                 replies = [read(connection) for _ in commands]
@@ -244,6 +268,19 @@ class RedisLink:
         except RedisError as error:
             raise self._as_error(error) from error
 
+    def _in_state(self, run_id: str) -> str:
+        return f"{run_id}+{self._broken_off}"
+
+    def _require_server(self, connection: Any, server: str) -> None:
+        run_id = _server_of(connection)
+        if self._in_state(run_id) == server:
+            return
+        if run_id == server.rpartition("+")[0]:
+            raise ServerChangedError(
+                f"Redis at {self.shown} broke a script off half-way, as its user lost rights; retry"
+            )
+        raise ServerChangedError(f"Redis at {self.shown} has restarted, or another is in its place; retry")
+
     def _first_error_raised(self, replies: list[Any]) -> list[Any]:
         error = _first_error(replies)
         if error is not None:
@@ -253,6 +290,7 @@ class RedisLink:
         return replies
 
     def _refuse_while_paused(self, *, writes: bool) -> None:
+        self._require_own_process()  # first: in a fork the lock may be held for good
         with self._pausing:
             error = self._pause_error
             if writes or isinstance(error, UnavailableError):
@@ -261,6 +299,15 @@ class RedisLink:
                 if self._failures:
                     # This caller tries; the others wait for what it finds.
                     self._paused_until = time.monotonic() + FIRST_PAUSE_SECONDS
+
+    def _require_own_process(self) -> None:
+        pid = os.getpid()
+        if pid != self._pid:
+            raise ConflictError(
+                f"the connections to Redis at {self.shown} were made in process {self._pid} and are used in its fork, "
+                f"process {pid}: two processes would read each other's replies; make a RedisLink in the process that "
+                "uses it, and start processes with spawn, as multiprocessing.get_context('spawn')"
+            )
 
     def _pause(self, error: PacelineError) -> PacelineError:
         with self._pausing:
@@ -297,12 +344,13 @@ class RedisLink:
                 UnavailableError(f"Redis at {self.shown} is not ready: {text or 'it is loading its data'}")
             )
         if isinstance(error, NoPermissionError) or any(word in text for word in _FORBIDDEN):
-            return ConfigError(
+            self._broken_off += "script" in text
+            return self._as_refusal(
                 f"Redis at {self.shown} forbids a command to this user: {text}; "
                 "give it those that `pydoc paceline.replay.link` lists"
             )
         if isinstance(error, AuthenticationError | AuthorizationError) or text.startswith(("NOAUTH", "WRONGPASS")):
-            return ConfigError(
+            return self._as_refusal(
                 f"Redis at {self.shown} does not admit us: {text}; "
                 "set name and password in replay.redis_url, as redis://name:password@host:port/0, "
                 "or the password in the file of replay.redis_password_file"
@@ -342,6 +390,10 @@ class RedisLink:
         if any(word in text for word in _UNKNOWN_FLAGS):
             return ScriptFlagsError(f"Redis at {self.shown} refused a script: {text}")
         return PacelineError(f"Redis at {self.shown} refused a command: {type(error).__name__}: {text}")
+
+    def _as_refusal(self, message: str) -> PacelineError:
+        """What it means that Redis does not let us in, or not do what we must: a mistake, or a change under way."""
+        return self._pause(UnavailableError(message)) if self.was_admitted else ConfigError(message)
 
 
 class _PasswordFile(redis.CredentialProvider):

@@ -42,7 +42,8 @@ def run(config: Config, *, resume: bool, stop: StopSignal, shard: int = 0) -> No
     Health says SERVING when every table that has a record can be sampled: the rows that its first sample needs are in
     memory. The rest comes while samplers and followers are served; blocks are taken and wait until their table is
     whole, and UpdatePriorities is refused as UNAVAILABLE as long. While Redis is away health says NOT_SERVING; at the
-    start it is waited for, so that it does not matter in which order the two of them start.
+    start it is waited for, so that it does not matter in which order the two of them start. So it is where Redis
+    refuses a user whom it admitted at the start: a password or an ACL that is being changed ends nobody's work.
 
     Args:
         resume: go on with the record of the run where there is one; it begins where there is none.
@@ -95,6 +96,7 @@ def run(config: Config, *, resume: bool, stop: StopSignal, shard: int = 0) -> No
         waiting = _Waiting(store, health, stop, config.replay.redis_start_seconds)
         if not waiting.until(lambda: _claim(store, config, shard, resume=resume)) or not waiting.until(tables.load):
             return
+        store.note_admitted()
         metrics.redis_available.set(1)
 
         def serve() -> None:

@@ -78,6 +78,13 @@ class RedisStore:
         """A key of this run and shard."""
         return key_of(self._run_id, self._shard, *parts)
 
+    def note_admitted(self) -> None:
+        """Take the credentials for right: from now on a Redis that refuses them is one that is away.
+
+        Its password is being replaced, or its users are: before, ConfigError says at once what no wait would mend.
+        """
+        self._link.was_admitted = True
+
     def check(self) -> None:
         """See that Redis is there, admits us and cannot evict our keys; log what its settings mean for the rows.
 
@@ -123,8 +130,11 @@ class RedisStore:
             say("redis_checked", **checked)
 
     def read_server(self) -> str:
-        """Which run of which server this is: it changes at each restart. Raises UnavailableError while it is away."""
-        return parse_info(self.command("INFO", "server")).get("run_id", "")
+        """Which run of which server this is: it changes at each restart, and where a script was broken off.
+
+        Raises UnavailableError while it is away.
+        """
+        return self._link.read_server()
 
     def read_memory(self) -> RedisMemory:
         """How much of its memory Redis uses. Raises UnavailableError while it is away."""
@@ -189,7 +199,8 @@ class RedisStore:
             server: what `read_server` gave, where the script is for no other run of it.
 
         Raises:
-            ServerChangedError: Redis has restarted since, or another one is in its place; nothing was done.
+            ServerChangedError: Redis has restarted or broken a script off since, or another one is in its place;
+                nothing was done.
             ReplacedError: another process owns the run.
             PacelineError: what its failure stands for.
         """
@@ -227,9 +238,9 @@ class RedisStore:
     def _read_setting(self, name: str) -> str | None:
         """A setting of the server, or None where we may not see it."""
         try:
-            reply = self.command("CONFIG", "GET", name)
+            (reply,) = self.read_each([("CONFIG", "GET", name)])
         except UnavailableError:
             raise
         except PacelineError:
             return None
-        return bytes(reply[1]).decode() if len(reply) == 2 else None
+        return bytes(reply[1]).decode() if reply and len(reply) == 2 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import grpc
 
 from paceline.config import SecurityConfig
-from paceline.errors import HandshakeError
+from paceline.errors import ConflictError, HandshakeError
 from paceline.rpc.certificates import CertificateFolder
 from paceline.rpc.exposure import require_safe_client
 from paceline.rpc.handshake import explain
@@ -31,6 +32,9 @@ class SecuredChannel(grpc.Channel):
 
     A call that gets no answer as TLS fails raises HandshakeError with the reason. A unary call whose token is refused
     is made once more when the token was just replaced: the server did nothing of it.
+
+    It belongs to the process that made it: in a fork of that, where gRPC's threads are not, every call raises
+    ConflictError, and sends nothing.
     """
 
     def __init__(
@@ -38,7 +42,7 @@ class SecuredChannel(grpc.Channel):
     ) -> None:
         """Connects at the first call. Raises ConfigError: files are missing or wrong, or a token would go out plain."""
         require_safe_client(address, security)
-        self._address, self._options = address, list(options)
+        self._address, self._options, self._pid = address, list(options), os.getpid()
         self._folder = (
             CertificateFolder(security.certificates, needs_own=security.client_certificates)
             if security.certificates is not None
@@ -69,14 +73,18 @@ class SecuredChannel(grpc.Channel):
 
     def subscribe(self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool = False) -> None:
         """Watch the connection of now."""
+        self.require_own_process()
         self._current.channel.subscribe(callback, try_to_connect)
 
     def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
         """Watch it no longer."""
-        self._current.channel.unsubscribe(callback)
+        if os.getpid() == self._pid:
+            self._current.channel.unsubscribe(callback)
 
     def close(self) -> None:
-        """End every call and connection."""
+        """End every call and connection. In a fork: nothing, they are its parent's."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._closed = True
             connections = [self._current, *self._retired]
@@ -88,6 +96,16 @@ class SecuredChannel(grpc.Channel):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def require_own_process(self) -> None:
+        """Raise ConflictError in a fork of the process that made the channel; ask before taking a lock."""
+        pid = os.getpid()
+        if pid != self._pid:
+            raise ConflictError(
+                f"the channel to {self._address} was opened in process {self._pid} and is used in its fork, process "
+                f"{pid}: gRPC's threads are not there, so a call may wait for ever; open a channel in the process that "
+                "uses it, and start processes with spawn, as multiprocessing.get_context('spawn')"
+            )
 
     def begin_call(self) -> _Connection:
         """The connection for a call that begins now; tell it `end_call` when the call ends."""
@@ -180,6 +198,7 @@ class _UnaryCalls(_Calls):
         self, request: Any, timeout: float | None = None, metadata: Sequence[tuple[str, str]] = (), **options: Any
     ) -> Any:
         channel = self._channel
+        channel.require_own_process()
         *first, last = channel.tokens()
         for token in first:
             try:
@@ -217,7 +236,9 @@ class _StreamCalls(_Calls):
     def __call__(
         self, request: Any, timeout: float | None = None, metadata: Sequence[tuple[str, str]] = (), **options: Any
     ) -> Any:
-        channel, token = self._channel, self._channel.tokens()[0]
+        channel = self._channel
+        channel.require_own_process()
+        token = channel.tokens()[0]
         connection = channel.begin_call()
         try:
             call = self._call_of(connection)(request, timeout=timeout, metadata=_with(token, metadata), **options)
