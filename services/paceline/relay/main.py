@@ -113,7 +113,6 @@ class _Relay:
             run_id=config.run_id,
             rpc=config.rpc,
             poll_seconds=min(config.relay.poll_seconds, config.learner.silence_seconds * MAX_POLL_SHARE),
-            deadline_seconds=config.collector.poll_seconds + config.rpc.deadline_seconds,
             clock=self._clock,
             on_failure=stop.set,
         )

@@ -17,12 +17,12 @@ from paceline.identity import PROTOCOL_VERSION, PolicyIdentity, is_newer, requir
 from paceline.process import StopSignal
 from paceline.relay.reports import PendingReports
 from paceline.rpc.client import Backoff
-from paceline.rpc.status import raising
+from paceline.rpc.polls import SnapshotPolls
 from paceline.rpc.wire import identity_from_wire, identity_to_wire, snapshot_header_from_wire
 from paceline.serving.publication import ServedSnapshot, pack_chunk
 from paceline.telemetry import get_logger
 from paceline.v1 import parameters_pb2 as pb
-from paceline.v1 import parameters_pb2_grpc, times_pb2
+from paceline.v1 import times_pb2
 
 MAX_POLL_SHARE = 1 / 6
 """Of `learner.silence_seconds`. A collector whose poll is held here is heard each third of the silence; that the news
@@ -71,7 +71,6 @@ class Upstream:
         run_id: str,
         rpc: RpcConfig,
         poll_seconds: float,
-        deadline_seconds: float,
         clock: Callable[[], float] = time.time,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
@@ -79,17 +78,14 @@ class Upstream:
 
         Args:
             poll_seconds: how long a poll may be held there; reports wait for so long at most.
-            deadline_seconds: of a poll with the snapshot that it brings; what a collector could fetch, a relay can.
             clock: this process's, in seconds since 1970.
             on_failure: called on the polling thread when it ended with a `failure`.
         """
-        self._stub = parameters_pb2_grpc.ParameterServiceStub(channel)
+        self._polls = SnapshotPolls(channel, rpc, peer="the relay's upstream", poll_seconds=poll_seconds)
         self._events, self._reports, self._run_id = events, reports, run_id
-        self._poll_seconds, self._deadline_seconds = poll_seconds, deadline_seconds
-        self._clock, self._on_failure = clock, on_failure
+        self._poll_seconds, self._clock, self._on_failure = poll_seconds, clock, on_failure
         self._backoff, self._log = Backoff(rpc), get_logger()
-        self._closing, self._lock = StopSignal(), threading.Lock()
-        self._call: grpc.Call | None = None
+        self._closing = StopSignal()
         self._held: PolicyIdentity | None = None
         self._outage = self._is_older = False
         self._thread = threading.Thread(target=self._run, name="upstream", daemon=True)
@@ -102,13 +98,15 @@ class Upstream:
     def close(self) -> None:
         """End the poll in progress, and the thread."""
         self._closing.set()
-        with self._lock:
-            if self._call is not None:
-                self._call.cancel()
+        self._polls.close()
         if self._thread.is_alive():
-            self._thread.join(self._deadline_seconds)
+            self._thread.join(self._polls.longest_wait_seconds)
 
     def _run(self) -> None:
+        with self._polls:
+            self._keep_polling()
+
+    def _keep_polling(self) -> None:
         while not self._closing.is_set():
             began = time.monotonic()
             try:
@@ -146,18 +144,10 @@ class Upstream:
             request.have.CopyFrom(identity_to_wire(self._held))
         sent = self._clock()
         try:
-            with raising("the relay's upstream"):
-                call = self._stub.GetSnapshot(request, timeout=self._deadline_seconds)
-                try:
-                    with self._lock:
-                        self._call = call
-                        if self._closing.is_set():
-                            call.cancel()
-                    first = next(iter(call), None)
-                    reports = []
-                    return self._read(first, call, sent)
-                finally:
-                    call.cancel()
+            with self._polls.ask(request) as messages:
+                first = next(messages, None)
+                reports = []
+                return self._read(first, messages, sent)
         finally:
             self._reports.give_back(reports)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import grpc
@@ -23,11 +24,11 @@ from paceline.replica.metrics import ReplicaMetrics
 from paceline.replica.staging import NewestStaging, Staging
 from paceline.replica.standing import Standing, Standings
 from paceline.rpc.client import Backoff
-from paceline.rpc.status import raising
+from paceline.rpc.polls import SnapshotPolls
 from paceline.rpc.wire import identity_from_wire, identity_to_wire, snapshot_header_from_wire
 from paceline.snapshot import SnapshotHeader, StagedActor
 from paceline.telemetry import get_logger
-from paceline.v1 import parameters_pb2, parameters_pb2_grpc
+from paceline.v1 import parameters_pb2
 
 _TRIES_AFTER_FINISH = 5
 """Polls of a finished run that may fail before the learner counts as gone."""
@@ -77,16 +78,14 @@ class SnapshotPoller:
             standings: what is known and applied goes there.
             staging: where snapshots lie until they are applied; None: the newest does, in `staged`.
         """
-        self._stub = parameters_pb2_grpc.ParameterServiceStub(channel)
+        self._polls = SnapshotPolls(channel, rpc, peer="the learner's parameter service", poll_seconds=poll_seconds)
         self._staged, self._run_id, self._metrics, self._owner = staged, run_id, metrics, owner
         self._standings = standings or Standings()
         self._staging: Staging = staging or NewestStaging(staged)
         self._poll_seconds, self._every = poll_seconds, every_versions
-        self._deadline_seconds = poll_seconds + rpc.deadline_seconds
         self._backoff, self._log = Backoff(rpc), get_logger()
         self._closing = StopSignal()
         self._changed = threading.Condition()
-        self._call: grpc.Call | None = None
         self._failure: PacelineError | None = None
         self._held: PolicyIdentity | None = None
         self._finished = self._outage = False
@@ -130,11 +129,9 @@ class SnapshotPoller:
     def close(self) -> None:
         """End the poll in progress, and the thread."""
         self._closing.set()
-        with self._changed:
-            if self._call is not None:
-                self._call.cancel()
+        self._polls.close()
         if self._thread.is_alive():
-            self._thread.join(self._deadline_seconds)
+            self._thread.join(self._polls.longest_wait_seconds)
 
     def apply_if_ready(self, environment_steps: int = 0) -> bool:
         """Bring what is laid ready into the live actor; whether there was something. Never waits.
@@ -181,6 +178,10 @@ class SnapshotPoller:
                 self._changed.wait(seconds)
 
     def _run(self) -> None:
+        with self._polls:
+            self._keep_polling()
+
+    def _keep_polling(self) -> None:
         while not self._closing.is_set():
             began = time.monotonic()
             try:
@@ -232,19 +233,11 @@ class SnapshotPoller:
             if self.applied is not None:
                 request.replica.applied.CopyFrom(identity_to_wire(self.applied.identity))
         sent = self.clock.own()
-        with raising("the learner's parameter service"):
-            call = self._stub.GetSnapshot(request, timeout=self._deadline_seconds)
-            try:
-                with self._changed:
-                    self._call = call
-                    if self._closing.is_set():
-                        call.cancel()
-                return self._read(call, sent)
-            finally:
-                call.cancel()
+        with self._polls.ask(request) as messages:
+            return self._read(messages, sent)
 
-    def _read(self, call: grpc.Call, sent: float) -> bool:
-        first = next(iter(call), None)
+    def _read(self, messages: Iterator[parameters_pb2.GetSnapshotResponse], sent: float) -> bool:
+        first = next(messages, None)
         received = self.clock.own()
         if first is None:
             raise SnapshotError("the learner ended its answer before it began: expected a header or not_modified")
@@ -255,13 +248,13 @@ class SnapshotPoller:
                 self._note_known(identity_from_wire(first.not_modified.newest), None)
             return self._note_state(first.not_modified.run_state)
         try:
-            return self._take(first.header, call)
+            return self._take(first.header, messages)
         except (PacelineError, grpc.RpcError):
             if not self._closing.is_set():
                 self._metrics.apply_failures.inc()
             raise
 
-    def _take(self, message: parameters_pb2.SnapshotHeader, call: grpc.Call) -> bool:
+    def _take(self, message: parameters_pb2.SnapshotHeader, rest: Iterator[parameters_pb2.GetSnapshotResponse]) -> bool:
         """Receive, verify and stage one snapshot; whether anything changed."""
         header = snapshot_header_from_wire(message)
         require_same_run(self._run_id, header.run_id)
@@ -271,7 +264,7 @@ class SnapshotPoller:
         if is_newer(header.identity, self._held):
             began = time.perf_counter()
             payload = bytearray()
-            for part in call:
+            for part in rest:
                 payload += part.chunk
                 if len(payload) > header.payload_bytes:
                     raise SnapshotError(

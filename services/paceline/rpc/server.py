@@ -54,7 +54,7 @@ def server_options(config: RpcConfig) -> list[tuple[str, int]]:
         # Half of what the clients use, so that a late ping of theirs is never taken for abuse.
         ("grpc.http2.min_ping_interval_without_data_ms", round(config.keepalive_seconds * 500)),
         ("grpc.max_connection_age_ms", round(config.connection_seconds * 1000)),
-        # No call or stream lives longer than that.
+        # No call or stream of rows lives longer than that; a snapshot that does is fetched on a connection of its own.
         ("grpc.max_connection_age_grace_ms", round((config.stream_seconds + config.deadline_seconds) * 1000)),
         # Who connects and says nothing holds a place for so long.
         ("grpc.server_handshake_timeout_ms", round(config.deadline_seconds * 1000)),

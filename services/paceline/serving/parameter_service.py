@@ -103,9 +103,15 @@ class ParameterService:
                 return
             yield snapshot.header_message(self._publication.run_state) + self._times(received_at)
             with self._metrics.sending_polls.track_inprogress():
+                heard_at = self._clock()
                 for chunk in snapshot.chunks:
                     yield chunk
                     self._metrics.sent_bytes.inc(len(chunk))
+                    # Who takes chunks is there, however long all of them take.
+                    if abs(self._clock() - heard_at) >= self._sign_of_life_seconds:
+                        heard_at = self._clock()
+                        for report in _reports_of(request):
+                            self._reports.hear_again(report)
             result = "snapshot"
         except UnavailableError:
             result = "unavailable"
@@ -138,7 +144,7 @@ class ParameterService:
             raise InvalidInputError(
                 f"a poll carries the reports of {len(request.below)} collectors: expected at most {MAX_REPORTS}"
             )
-        self._reports.hear([*([request.replica] if request.HasField("replica") else []), *request.below])
+        self._reports.hear(_reports_of(request))
         ready = self._ready(have, request.at_least_version)
         seconds = _wait_seconds(request, context)
         if ready is not None or seconds <= 0:
@@ -163,6 +169,11 @@ class ParameterService:
         if newest is None or newest.identity.version < at_least_version or not is_newer(newest.identity, have):
             return None
         return newest
+
+
+def _reports_of(request: pb.GetSnapshotRequest) -> list[pb.ReplicaReport]:
+    """Of who polls, and of those below a relay."""
+    return [*([request.replica] if request.HasField("replica") else []), *request.below]
 
 
 def _wait_seconds(request: pb.GetSnapshotRequest, context: grpc.aio.ServicerContext) -> float:
