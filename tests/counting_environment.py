@@ -89,6 +89,24 @@ class Faulty(gymnasium.Env[Any, Any]):
         return observation, reward, self._episode_steps == 5, False, {}
 
 
+class Sour(Counting):
+    """Counting, less that it fails at its second step where it began with the seed `bad`."""
+
+    def __init__(self, bad: int) -> None:
+        super().__init__()
+        self._bad, self._is_bad = bad, False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._is_bad = self._is_bad if seed is None else seed == self._bad
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        found = super().step(action)
+        if self._is_bad and self._steps == 2:
+            raise ValueError("this seed is sour")
+        return found
+
+
 class Spaces(gymnasium.Env[Any, Any]):
     """Has the spaces that its arguments name, and nothing else."""
 
@@ -103,7 +121,7 @@ class Spaces(gymnasium.Env[Any, Any]):
         }[action]
 
 
-for _name in ("Counting", "Echo", "Faulty", "Spaces"):
+for _name in ("Counting", "Echo", "Faulty", "Sour", "Spaces"):
     if f"{_name}-v0" not in gymnasium.registry:
         gymnasium.register(f"{_name}-v0", entry_point=f"counting_environment:{_name}")
 

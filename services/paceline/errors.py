@@ -108,6 +108,8 @@ class EnvironmentFaultError(PacelineError):
 
     episode: int | None = None
     """The collector's number of the episode that it happened in, where one is known."""
+    environment: int | None = None
+    """Which of the environments that are stepped together it was, where one is known."""
 
 
 class NonFiniteError(PacelineError):

@@ -7,6 +7,7 @@ import math
 import gymnasium
 import numpy as np
 import pytest
+import structlog
 
 from counting_environment import Echo, build, collect_until, require_whole_episodes
 from paceline.config import EnvConfig
@@ -114,7 +115,18 @@ def test_a_fault_names_environment_number_step_and_seed(fault, said):
         environments.step(action)
     environments.close()
     assert "'counting_environment:Faulty-v0' number 0 (seed 11) at its step 9" in str(caught.value)
-    assert caught.value.episode == 2
+    assert (caught.value.episode, caught.value.environment) == (2, 0)
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_where_in_the_environment_it_was_raised_is_logged(vectorization):
+    environments = build("Faulty", (11, 12), vectorization=vectorization, fault="step raises", step=1)
+    with structlog.testing.capture_logs() as events, pytest.raises(EnvironmentFaultError) as caught:
+        environments.step(np.zeros((2, 1), np.float32))
+    environments.close()
+    (event,) = events
+    assert 'counting_environment.py", line' in event["traceback"]
+    assert "Traceback" not in str(caught.value)
 
 
 def test_a_fault_of_a_reset_is_named():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import signal
+import traceback
 from typing import Any
 
 import gymnasium
@@ -14,6 +15,8 @@ from paceline.telemetry import get_logger
 
 FAULT = "paceline_fault"
 """The key of a fault in the infos of a step or reset."""
+TRACEBACK = "paceline_traceback"
+"""The key of where it was raised, beside FAULT; empty where nothing was."""
 
 
 class Guard(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -35,15 +38,17 @@ class Guard(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset; a fault comes as an entry of the infos."""
+        raised = ""
         try:
             observation, _ = self.env.reset(seed=seed, options=options)
             fault = self._fault_of(observation)
         except Exception as error:
-            fault = f"reset raised {type(error).__name__}: {error}"
-        return (self._placeholder, {FAULT: fault}) if fault else (observation, {})
+            fault, raised = f"reset raised {type(error).__name__}: {error}", traceback.format_exc()
+        return (self._placeholder, {FAULT: fault, TRACEBACK: raised}) if fault else (observation, {})
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step; a fault comes as an entry of the infos, beside zeros."""
+        raised = ""
         try:
             observation, raw_reward, terminated, truncated, _ = self.env.step(action)
             reward = float(raw_reward)
@@ -51,9 +56,9 @@ class Guard(gymnasium.Wrapper[Any, Any, Any, Any]):
             if fault is None and not math.isfinite(reward):
                 fault = f"the reward is {reward}: expected a finite number"
         except Exception as error:
-            fault = f"step raised {type(error).__name__}: {error}"
+            fault, raised = f"step raised {type(error).__name__}: {error}", traceback.format_exc()
         if fault:
-            return self._placeholder, 0.0, False, False, {FAULT: fault}
+            return self._placeholder, 0.0, False, False, {FAULT: fault, TRACEBACK: raised}
         return observation, reward, bool(terminated), bool(truncated), {}
 
     def close(self) -> None:

@@ -16,9 +16,10 @@ import numpy.typing as npt
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 
 from paceline.envs.description import EnvironmentDescription
-from paceline.envs.guard import FAULT
+from paceline.envs.guard import FAULT, TRACEBACK
 from paceline.errors import ConfigError, EnvironmentFaultError
 from paceline.rows import NUMPY_TYPES
+from paceline.telemetry import get_logger
 
 STEP_DEADLINE_SECONDS = 300.0
 """An environment process that has not answered a step or a reset by then has failed."""
@@ -208,12 +209,15 @@ class Environments:
     def _raise_fault(self, infos: dict[str, Any]) -> None:
         for number, fault in enumerate(infos.get(FAULT, ())):
             if fault is not None:
+                if infos[TRACEBACK][number]:
+                    # One sentence is for whoever started this; where in the environment it was, for whoever mends it.
+                    get_logger().error("environment_raised", traceback=infos[TRACEBACK][number])
                 error = EnvironmentFaultError(
                     f"environment {self._description.id!r} number {number} (seed {self._seeds[number]}) at its step "
                     f"{self._steps}: {fault}; mend the environment, or set collector.on_environment_error=reset to "
                     "drop the episode and go on"
                 )
-                error.episode = int(self._episode[number])
+                error.episode, error.environment = int(self._episode[number]), number
                 raise error
 
     @contextmanager

@@ -14,6 +14,9 @@ from paceline.replica import SnapshotPoller, act
 from paceline.snapshot import SnapshotHeader, StagedActor
 from paceline.telemetry import ActivityClock, get_logger
 
+MAX_TRIES = 5
+"""Times that a snapshot is evaluated when environments fail; then it is skipped."""
+
 Report = Callable[[SnapshotHeader, Sequence[FinishedEpisode]], bool]
 """Tells the learner of an evaluation; whether it took it."""
 
@@ -69,9 +72,9 @@ class EvaluatingLoop:
         """Build the environments, one for each of the seeds.
 
         Args:
-            survive_faults: skip the snapshot and rebuild the environments when one of them fails.
+            survive_faults: rebuild the environments when one of them fails, and evaluate again.
         """
-        self._build, self._seeds, self._survive_faults = build_environments, seeds, survive_faults
+        self._build, self._seeds, self._survive_faults = build_environments, list(seeds), survive_faults
         self._actor, self._poller, self._report = staged.actor, poller, report
         self._metrics, self._clock, self._log = metrics, clock, get_logger()
         self._environments = build_environments()
@@ -96,18 +99,7 @@ class EvaluatingLoop:
 
     def _evaluate(self, header: SnapshotHeader, stop: StopSignal) -> None:
         began = time.monotonic()
-        try:
-            episodes = evaluate(
-                self._actor, self._environments, self._seeds, stop=stop, clock=self._clock, metrics=self._metrics
-            )
-        except EnvironmentFaultError as error:
-            self._metrics.environment_faults.inc()
-            if not self._survive_faults:
-                raise
-            self._log.warning("evaluation_skipped", policy=str(header.identity), reason=str(error))
-            self._environments.close()
-            self._environments = self._build()
-            return
+        episodes = self._run_episodes(header, stop)
         if episodes is None:
             return
         mean = sum(episode.episode_return for episode in episodes) / len(episodes)
@@ -123,3 +115,23 @@ class EvaluatingLoop:
             mean_return=round(mean, 3),
             reported=reported,
         )
+
+    def _run_episodes(self, header: SnapshotHeader, stop: StopSignal) -> tuple[FinishedEpisode, ...] | None:
+        """As `evaluate`, on other seeds where an environment fails; None, too, where that does not help."""
+        for tries_left in reversed(range(MAX_TRIES)):
+            try:
+                return evaluate(
+                    self._actor, self._environments, self._seeds, stop=stop, clock=self._clock, metrics=self._metrics
+                )
+            except EnvironmentFaultError as error:
+                self._metrics.environment_faults.inc()
+                if not self._survive_faults:
+                    raise
+                event = "evaluation_repeated" if tries_left else "evaluation_skipped"
+                self._log.warning(event, policy=str(header.identity), reason=str(error))
+                if error.environment is not None:
+                    # The same actor would do the same in it again.
+                    self._seeds[error.environment] = max(self._seeds) + 1
+                self._environments.close()
+                self._environments = self._build()
+        return None
