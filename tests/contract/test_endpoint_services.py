@@ -180,6 +180,8 @@ def test_joining_tells_a_collector_all_that_it_needs(fresh: Served) -> None:
     assert row_spec_from_wire(first.row_spec) == SPEC
     assert (first.table, first.run_seed, first.actor_semantics_json) == ("transitions", 17, SEMANTICS)
     assert first.run_state == parameters_pb2.RUN_STATE_RUNNING
+    assert (first.environment_id, first.environment_kwargs_json) == ("Pendulum-v1", "{}")
+    assert (first.n_step, first.gamma) == (1, 0.99)
 
 
 def test_joining_again_makes_a_new_incarnation_that_is_durable_before_it_is_told(served: Served) -> None:

@@ -23,7 +23,13 @@ from paceline.learner.checkpoint import Checkpoints, Counters
 
 semantics = squashed_gaussian_semantics(3, hidden=(8,), action_low=[-1.0], action_high=[1.0])
 checkpoints = Checkpoints(
-    Path(sys.argv[1]), run_id="run", algorithm="sac", row_spec_digest=b"0" * 16, actor_semantics=semantics, keep=2
+    Path(sys.argv[1]),
+    run_id="run",
+    algorithm="sac",
+    row_spec_digest=b"0" * 16,
+    actor_semantics=semantics,
+    environment={},
+    keep=2,
 )
 
 def save_forever(step, first_is_there):
@@ -55,7 +61,13 @@ def test_after_a_kill_at_any_moment_the_newest_listed_checkpoint_loads(tmp_path:
     generator = random.Random(0)
     semantics = squashed_gaussian_semantics(3, hidden=(8,), action_low=[-1.0], action_high=[1.0])
     checkpoints = Checkpoints(
-        tmp_path, run_id="run", algorithm="sac", row_spec_digest=b"0" * 16, actor_semantics=semantics, keep=2
+        tmp_path,
+        run_id="run",
+        algorithm="sac",
+        row_spec_digest=b"0" * 16,
+        actor_semantics=semantics,
+        environment={},
+        keep=2,
     )
     command = [sys.executable, "-c", SAVE_AND_KILL, str(tmp_path)]
     last_step = 0

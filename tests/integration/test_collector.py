@@ -14,13 +14,15 @@ import torch
 
 from integration.peers import PENDULUM, RUN_ID, SEMANTICS, Learner, Replay, make_actor, serve
 from integration.waiting import wait_until
+from mortal_environment import killed_in_its_step
 from paceline.actors import squashed_gaussian_semantics
 from paceline.collector import main as collector
 from paceline.config import TableConfig, build
 from paceline.envs import describe_environment
-from paceline.errors import ConfigError, EnvironmentFaultError, RowSpecError, RunMismatchError
+from paceline.errors import ActorSemanticsError, ConfigError, EnvironmentFaultError, RowSpecError, RunMismatchError
 from paceline.process import StopSignal
 from paceline.rows import Column, transition_spec, unroll_spec
+from paceline.v1 import run_pb2
 
 
 class Collecting:
@@ -305,11 +307,140 @@ def test_ten_faults_in_a_row_end_the_collector(collecting):
         run.join()
 
 
+def mortal(tells):
+    """Settings of environments, in processes of their own, whose first one waits in its 40th step to be killed."""
+    return {
+        "id": "mortal_environment:Mortal-v0",
+        "vectorization": "async",
+        "kwargs": {"tells": str(tells), "step": 40},
+    }
+
+
+@pytest.mark.parametrize("environments", [1, 2])
+def test_an_environment_process_that_dies_in_a_step_ends_the_collector_which_says_so(
+    collecting, tmp_path, environments
+):
+    tells = tmp_path / "tells"
+    run = collecting(env=mortal(tells), on_environment_error="stop", environments=environments)
+    with killed_in_its_step(tells):
+        run.start()
+    with pytest.raises(EnvironmentFaultError, match=r"'mortal_environment:Mortal-v0'.* an environment process died"):
+        run.join()
+    assert run.replay.row_count > 0
+
+
+@pytest.mark.parametrize("environments", [1, 2])
+def test_an_environment_process_that_dies_in_a_step_is_replaced_where_it_may(collecting, tmp_path, environments):
+    tells = tmp_path / "tells"
+    run = collecting(env=mortal(tells), on_environment_error="reset", environments=environments)
+    with killed_in_its_step(tells):
+        run.start()
+    run.replay.wait_for(lambda replay: replay.row_count >= 400)
+    rows = run.end()
+    assert (rows["next_observation"] - rows["observation"] == 1).all()
+    assert (np.bincount(rows["episode"]) <= 3).all(), "an episode's number is never taken twice"
+
+
+@pytest.mark.parametrize("setting", ["stop", "reset"])
+def test_a_stop_that_ends_an_environment_process_first_is_a_stop_and_no_fault(collecting, tmp_path, setting):
+    tells = tmp_path / "tells"
+    run = collecting(env=mortal(tells), on_environment_error=setting)
+    with killed_in_its_step(tells):
+        run.start()
+    rows = run.end()
+    assert len(rows) > 0
+
+
 def test_rows_that_the_learner_does_not_want_are_refused_at_the_start(collecting):
     wanted = transition_spec(Column("observation", "float32", (4,)), Column("action", "float32", (1,)))
     run = collecting(learner=Learner(wanted, SEMANTICS)).start()
     with pytest.raises(RowSpecError, match=r"in observation: .*\(4,\).*\(3,\)"):
         run.join()
+
+
+class TellingLearner(Learner):
+    """Tells those who join how it was configured, too; `peers.Learner` says as little as an older one."""
+
+    told: dict[str, object]
+
+    def Join(self, request, context):
+        answer = super().Join(request, context)
+        answer.MergeFrom(run_pb2.JoinResponse(**self.told))
+        return answer
+
+
+def telling(**told):
+    learner = TellingLearner()
+    learner.told = {
+        "environment_id": "Pendulum-v1",
+        "environment_kwargs_json": '{"g":9.8}',
+        "n_step": 3,
+        "gamma": 0.99,
+        **told,
+    }
+    return learner
+
+
+MINE = {
+    "env": {"id": "Pendulum-v1", "kwargs": {"g": 9.8}},
+    "algorithm": {"name": "sac", "n_step": 3, "gamma": 0.99},
+}
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"environment_id": "Mine-v0"}, r"env\.id is 'Pendulum-v1' for this collector and 'Mine-v0' for the learner"),
+        ({"environment_kwargs_json": '{"g":5}'}, r"env\.kwargs is \{'g': 9\.8\} .* \{'g': 5\} for the learner"),
+        ({"environment_kwargs_json": "{}"}, r"env\.kwargs is \{'g': 9\.8\} .* \{\} for the learner"),
+        ({"n_step": 2}, r"learner\.algorithm\.n_step is 3 .* 2 for the learner"),
+        ({"gamma": 0.5}, r"learner\.algorithm\.gamma is 0\.99 .* 0\.5 for the learner"),
+    ],
+)
+def test_settings_that_make_other_rows_than_the_learner_takes_them_for_are_refused_by_name(collecting, told, words):
+    run = collecting(learner=telling(**told), **MINE).start()
+    with pytest.raises(ConfigError, match=words + r": expected the same.*start learner and collectors with the same"):
+        run.join()
+    assert run.replay.row_count == 0
+
+
+@pytest.mark.parametrize(
+    ("told", "mine"),
+    [
+        ({}, {}),
+        # As many environments as it likes, another kind of stepping, a window to watch one.
+        (
+            {"environment_kwargs_json": '{"g":9.8,"render_mode":"human"}'},
+            {
+                "env": {
+                    "id": "Pendulum-v1",
+                    "kwargs": {"render_mode": "rgb_array", "g": 9.8},
+                    "autoreset": "same_step",
+                },
+                "environments": 3,
+            },
+        ),
+        # Rows of one step hold no gamma.
+        ({"n_step": 1, "gamma": 0.5}, {"algorithm": {"name": "sac", "n_step": 1, "gamma": 0.99}}),
+        # An older learner says nothing of it, or only some.
+        ({"environment_id": "", "environment_kwargs_json": "", "n_step": 0, "gamma": 0.0}, {}),
+    ],
+    ids=["same", "harmless", "one_step", "older"],
+)
+def test_settings_that_make_the_same_rows_are_taken(collecting, told, mine):
+    run = collecting(learner=telling(**told), **{**MINE, **mine}).start()
+    run.replay.wait_for(lambda replay: replay.row_count > 0)
+    run.end()
+
+
+def test_an_environment_with_another_range_of_actions_than_the_learners_actor_is_refused(collecting):
+    semantics = squashed_gaussian_semantics(3, hidden=(8,), action_low=(-0.5,), action_high=(0.5,))
+    run = collecting(learner=Learner(PENDULUM, semantics)).start()
+    with pytest.raises(
+        ActorSemanticsError, match=r"action_low \[-0\.5\]: environment 'Pendulum-v1' here has \[-2\.0\]"
+    ):
+        run.join()
+    assert run.replay.row_count == 0
 
 
 def test_a_learner_of_another_run_is_refused_at_the_start(collecting):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.actors import Actor, ActorInfo, ActorSemantics, build_actor, squashed_gaussian_semantics
-from paceline.actors.checks import check_actor
+from paceline.actors.checks import check_actor, require_made_for
 from paceline.actors.normaliser import RunningNormaliser
 from paceline.actors.squashed_gaussian import SquashedGaussianActor
 from paceline.errors import ActorSemanticsError
@@ -166,6 +166,97 @@ class IsRandomlyBuilt(Custom):
         return super()._distribution(observation * self.gain)
 
 
+class CountsInPython(Custom):
+    """Each of those below lets the number of its batches show in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = 0
+
+    def update_statistics(self, observation: Tensor) -> None:
+        self.batches += 1
+
+
+class AnnealsItsNoise(CountsInPython):
+    def _distribution(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = super()._distribution(observation)
+        return mean, log_std - self.batches / 1000
+
+
+class AnnealsWhatItExplores(CountsInPython):
+    @torch.no_grad()
+    def explore(
+        self, observation: Tensor, deterministic: bool, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        action, log_prob = super().explore(observation, deterministic, generator)
+        return action * (1 if deterministic else 0.99**self.batches), log_prob
+
+
+class AnnealsItsDensity(CountsInPython):
+    @torch.no_grad()
+    def explore(
+        self, observation: Tensor, deterministic: bool, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        action, log_prob = super().explore(observation, deterministic, generator)
+        return action, log_prob if deterministic else log_prob - self.batches / 1000
+
+
+class WarmsUp(CountsInPython):
+    """As statistics often do: they are used after some batches only."""
+
+    def _distribution(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = super()._distribution(observation)
+        return mean if self.batches < 80 else mean * 0.1, log_std
+
+
+class CountsForwards(Custom):
+    forwards = 0
+
+    def forward(
+        self, observation: Tensor, training: bool, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, ActorInfo]:
+        self.forwards += training
+        return super().forward(observation, training, generator)
+
+    def _distribution(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._distribution(observation + (self.forwards > 50))
+
+
+class KeepsATensorOnTheClass(Custom):
+    seen = torch.zeros(3)
+
+    def update_statistics(self, observation: Tensor) -> None:
+        type(self).seen += observation.mean(0)
+
+    def _distribution(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._distribution(observation - self.seen)
+
+
+class InheritsATensorOfTheClass(KeepsATensorOnTheClass):
+    pass
+
+
+class KeepsANumberOnTheClass(Custom):
+    seen = 0.0
+
+    def update_statistics(self, observation: Tensor) -> None:
+        type(self).seen = observation.mean().item()
+
+    def _distribution(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._distribution(observation - self.seen)
+
+
+OF_THE_MODULE = {"seen": torch.zeros(3)}
+
+
+class KeepsItInTheModule(Custom):
+    def update_statistics(self, observation: Tensor) -> None:
+        OF_THE_MODULE["seen"] = observation.mean(0)
+
+    def _distribution(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        return super()._distribution(observation - OF_THE_MODULE["seen"])
+
+
 class ExportsASample(Custom):
     def as_export_module(self) -> nn.Module:
         outer = self
@@ -203,6 +294,15 @@ class NamesAnotherTransform(Custom):
         (KeepsAnArray, "'offset', which is neither a parameter nor a buffer"),
         (KeepsStatisticsInPython, "state lies elsewhere"),
         (IsRandomlyBuilt, "state lies elsewhere"),
+        (AnnealsItsNoise, "state lies elsewhere.* standard deviations"),
+        (AnnealsWhatItExplores, "state lies elsewhere.* explored actions"),
+        (AnnealsItsDensity, "state lies elsewhere.* log-densities of explored actions"),
+        (WarmsUp, "state lies elsewhere.* means"),
+        (CountsForwards, "state lies elsewhere.* means"),
+        (KeepsATensorOnTheClass, "'seen' of its class KeepsATensorOnTheClass, which is neither"),
+        (InheritsATensorOfTheClass, "'seen' of its class KeepsATensorOnTheClass, which is neither"),
+        (KeepsANumberOnTheClass, "state lies in their class or module"),
+        (KeepsItInTheModule, "state lies in their class or module"),
         (ExportsASample, "as_export_module and explore"),
         (HasNoGradient, "no gradient"),
         (SumsNothing, "log_prob has shape"),
@@ -217,6 +317,62 @@ def test_an_actor_that_breaks_the_contract_is_refused(broken: type[Custom], word
         check_actor(actor, SEMANTICS, broken)
     assert all(torch.equal(tensor, before[name]) for name, tensor in actor.named_tensors())
     assert torch.equal(torch.get_rng_state(), generator)
+
+
+class AnnealsByABuffer(Custom):
+    """As those above, but for where it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: Tensor
+        self.register_buffer("batches", torch.zeros(()))
+
+    def update_statistics(self, observation: Tensor) -> None:
+        self.batches += 1
+
+    def _distribution(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_std = super()._distribution(observation)
+        return torch.where(self.batches < 80, mean, mean * 0.1), log_std - self.batches / 1000
+
+
+class CountsForItsLog(Custom):
+    """State elsewhere that no action depends upon is its own affair."""
+
+    calls = 0
+
+    def update_statistics(self, observation: Tensor) -> None:
+        type(self).calls += 1
+        self.newest = observation.mean().item()
+
+
+@pytest.mark.parametrize("kept", [AnnealsByABuffer, CountsForItsLog])
+def test_an_actor_whose_whole_state_travels_is_taken(kept: type[Custom]) -> None:
+    check_actor(kept(), SEMANTICS, kept)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"observation_dim": 4}, r"observation_dim 3: environment 'Mine-v0' here has 4"),
+        ({"action_low": (-1.0,), "action_high": (3.0,)}, "action_dim 2: environment 'Mine-v0' here has 1"),
+        ({"action_low": (-1.0, -1.0)}, r"action_low \[-1.0, 0.0\]: environment 'Mine-v0' here has \[-1.0, -1.0\]"),
+        ({"action_high": (3.0, 9.0)}, r"action_high \[3.0, 10.0\]: .* \[3.0, 9.0\]; start learner"),
+    ],
+)
+def test_an_environment_that_the_actor_is_not_made_for_is_refused_by_the_name_of_the_field(
+    changes: dict[str, Any], words: str
+) -> None:
+    own: dict[str, Any] = {"observation_dim": 3, "action_low": (-1.0, 0.0), "action_high": (3.0, 10.0)}
+    require_made_for(SEMANTICS, "Mine-v0", **own)
+    with pytest.raises(ActorSemanticsError, match=words):
+        require_made_for(SEMANTICS, "Mine-v0", **{**own, **changes})
+
+
+def test_the_range_of_an_actor_of_ones_own_is_its_own_affair() -> None:
+    semantics = dataclasses.replace(SEMANTICS, kind="own", kwargs={"action_low": "whatever"})
+    require_made_for(semantics, "Mine-v0", observation_dim=3, action_low=(-9.0, 0.0), action_high=(9.0, 1.0))
+    with pytest.raises(ActorSemanticsError, match="action_dim 2"):
+        require_made_for(semantics, "Mine-v0", observation_dim=3, action_low=(-9.0,), action_high=(9.0,))
 
 
 def test_running_statistics_are_those_of_all_rows_together() -> None:

@@ -24,6 +24,7 @@ def open_checkpoints(folder: Path, **changes: Any) -> Checkpoints:
         "algorithm": "sac",
         "row_spec_digest": b"0123456789abcdef",
         "actor_semantics": SEMANTICS,
+        "environment": {"env.id": "Pendulum-v1", "env.kwargs": {"g": 9.8}},
         "keep": 3,
     }
     return Checkpoints(folder, **{**belongs, **changes})
@@ -203,6 +204,28 @@ def test_a_checkpoint_of_another_actor_is_refused_by_the_field(tmp_path: Path, f
     for fallback in (False, True):
         with pytest.raises(ActorSemanticsError, match=f"differ in {field}:"):
             open_checkpoints(tmp_path).load(fallback=fallback)
+
+
+OTHER_ENVIRONMENTS: dict[str, Any] = {
+    "env.id": {"env.id": "Mine-v0", "env.kwargs": {"g": 9.8}},
+    "env.kwargs": {"env.id": "Pendulum-v1", "env.kwargs": {"g": 5.0}},
+}
+
+
+@pytest.mark.parametrize("field", OTHER_ENVIRONMENTS)
+def test_a_checkpoint_of_another_environment_is_refused_by_the_field(tmp_path: Path, field: str) -> None:
+    open_checkpoints(tmp_path, environment=OTHER_ENVIRONMENTS[field]).save(state(1), counters(1))
+    for fallback in (False, True):
+        with pytest.raises(CheckpointError, match=rf"trained with {field} .*(Mine|5\.0).*: expected .*(Pendulum|9\.8)"):
+            open_checkpoints(tmp_path).load(fallback=fallback)
+
+
+def test_a_checkpoint_from_before_environments_were_noted_is_taken(tmp_path: Path) -> None:
+    path = open_checkpoints(tmp_path).save(state(1), counters(1))
+    edit(lambda manifest: manifest.pop("environment"), "")(path)
+    loaded = open_checkpoints(tmp_path).load(fallback=False)
+    assert loaded is not None
+    assert loaded.counters == counters(1)
 
 
 def remove_semantics(manifest: dict[str, Any]) -> None:

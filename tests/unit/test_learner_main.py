@@ -11,7 +11,7 @@ import torch
 
 from free_ports import free_port
 from paceline.config import build
-from paceline.errors import ConfigError, NonFiniteError
+from paceline.errors import CheckpointError, ConfigError, NonFiniteError
 from paceline.learner.main import run
 from paceline.process import StopSignal
 
@@ -96,3 +96,32 @@ def test_a_learner_that_meets_a_number_that_is_not_finite_shows_it_to_all_who_re
     monkeypatch.setattr("paceline.learner.main._Training.run", read_once)
     run(config, resume=True, stop=StopSignal())
     assert "paceline_learner_non_finite_total 1.0" in pages[-1]
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"id": "Pendulum-v1", "kwargs": {"g": 5.0}}, r"env\.kwargs \{'g': 9\.8\}: expected \{'g': 5\.0\}"),
+        ({"id": "gymnasium:Pendulum-v1", "kwargs": {"g": 9.8}}, r"env\.id 'Pendulum-v1': expected 'gymnasium:Pend"),
+        ({"id": "Pendulum-v1", "kwargs": {"g": 9.8, "render_mode": "rgb_array"}}, None),
+    ],
+    ids=["kwargs", "id", "rendering"],
+)
+def test_a_resume_in_another_environment_is_refused_by_the_name_of_the_setting(
+    tmp_path: Path, monkeypatch, env, words
+) -> None:
+    def settings(env):
+        addresses = dict.fromkeys(("metrics_listen", "listen", "endpoint_metrics_listen"), "127.0.0.1:0")
+        return build({"run": {"id": "trial", "directory": str(tmp_path)}, "env": env, "learner": addresses})
+
+    resumed: list[bool] = []
+    monkeypatch.setattr("paceline.learner.main._Training.run", lambda self, stop: self._checkpoint(self._start))
+    run(settings({"id": "Pendulum-v1", "kwargs": {"g": 9.8}}), resume=False, stop=StopSignal())
+    monkeypatch.setattr("paceline.learner.main._Training.run", lambda self, stop: resumed.append(self._resumed))
+    if words is None:
+        run(settings(env), resume=True, stop=StopSignal())
+        assert resumed == [True]
+        return
+    with pytest.raises(CheckpointError, match=words + ".*resume with the env"):
+        run(settings(env), resume=True, stop=StopSignal())
+    assert resumed == []

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from paceline.actors import ActorSemantics, build_actor
+from paceline.actors.checks import require_made_for
 from paceline.collector.assignment import Assignment
 from paceline.collector.loop import CollectingLoop
 from paceline.collector.metrics import ACTIVITIES, CollectorMetrics
 from paceline.collector.reporter import EpisodeReporter
 from paceline.collector.writer import BlockWriter
-from paceline.config import Config
+from paceline.config import Config, task_kwargs
 from paceline.envs import acting_seed, describe_environment
-from paceline.errors import DeadlineError
+from paceline.errors import ConfigError, DeadlineError
 from paceline.health import Health
 from paceline.lag.bound import LagBound, require_reachable
 from paceline.lag.injection import make_injector
@@ -62,10 +65,17 @@ def run(config: Config, *, index: int | None, stop: StopSignal, clock: Callable[
         if place.run_state == parameters_pb2.RUN_STATE_FINISHED:
             log.info("run_finished")
             return
+        _require_same_settings(config, place)
         assignment = Assignment.of(config, place, description)
-        staged = StagedActor(
-            build_actor(ActorSemantics.from_json(place.actor_semantics_json), own_builder=config.actor.builder)
+        semantics = ActorSemantics.from_json(place.actor_semantics_json)
+        require_made_for(
+            semantics,
+            description.id,
+            observation_dim=description.observation_dim,
+            action_low=description.action_low,
+            action_high=description.action_high,
         )
+        staged = StagedActor(build_actor(semantics, own_builder=config.actor.builder))
         standings = Standings()
         snapshots = learner
         if config.collector.snapshots_address is not None:
@@ -93,6 +103,31 @@ def run(config: Config, *, index: int | None, stop: StopSignal, clock: Callable[
                 loop = _open_loop(assignment, learner, staged, poller, metrics, activities, collecting)
                 loop.run(stop)
         log.info("collector_ended", stopped=stop.is_set(), finished=poller.finished)
+
+
+def _require_same_settings(config: Config, place: run_pb2.JoinResponse) -> None:
+    """Raise ConfigError where the rows would be of another environment, or of other returns, than the learner's.
+
+    What an older learner does not tell is not compared.
+    """
+    told: list[tuple[str, Any, Any]] = []
+    if place.environment_id:
+        told.append(("env.id", config.env.id, place.environment_id))
+    if place.environment_kwargs_json:
+        theirs = task_kwargs(json.loads(place.environment_kwargs_json))
+        told.append(("env.kwargs", config.env.task_kwargs, theirs))
+    algorithm = config.learner.algorithm
+    if place.n_step:
+        told.append(("learner.algorithm.n_step", algorithm.n_step, place.n_step))
+    # Rows of one step hold the reward alone, and the learner's own gamma is all that counts.
+    if place.gamma and algorithm.n_step > 1:
+        told.append(("learner.algorithm.gamma", algorithm.gamma, place.gamma))
+    for name, mine, theirs in told:
+        if mine != theirs:
+            raise ConfigError(
+                f"{name} is {mine!r} for this collector and {theirs!r} for the learner: expected the same, since the "
+                f"learner would take the rows for what they are not; start learner and collectors with the same {name}"
+            )
 
 
 def _make_staging(

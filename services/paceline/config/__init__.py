@@ -21,6 +21,7 @@ from paceline.config.models import (
     SecurityConfig,
     TableConfig,
     redact_url,
+    task_kwargs,
 )
 
 __all__ = [
@@ -42,5 +43,6 @@ __all__ = [
     "dump",
     "load",
     "redact_url",
+    "task_kwargs",
     "with_run_id",
 ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import quote
@@ -89,6 +91,18 @@ class EnvConfig(Model):
     autoreset: Literal["next_step", "same_step"] = "next_step"
     """When a finished environment is reset: on the step after its last, or within it."""
 
+    @property
+    def task_kwargs(self) -> dict[str, Any]:
+        """The arguments that say what task it is, as JSON makes them."""
+        return task_kwargs(self.model_dump(mode="json")["kwargs"])
+
+
+def task_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an environment's arguments, plain values, says what task it is: who watches it changes nothing."""
+    made: dict[str, Any] = json.loads(json.dumps(dict(kwargs)))
+    made.pop("render_mode", None)
+    return made
+
 
 class ActorConfig(Model):
     """Who acts: the same for learner, collectors and evaluator."""
@@ -111,9 +125,9 @@ class RpcConfig(Model):
     """Deadlines and keep-alive of every call, for both ends, so that they cannot disagree."""
 
     deadline_seconds: PositiveFloat = 10.0
-    """Of a short call."""
+    """Of a short call, and of each message of a snapshot; the first of them may come `poll_seconds` later."""
     stream_seconds: PositiveFloat = 600.0
-    """Of a stream; a client opens the next one then, and loses nothing."""
+    """Of a stream of rows; a client opens the next one then, and loses nothing. A snapshot may take longer."""
     keepalive_seconds: PositiveFloat = 20.0
     """Between pings on a quiet connection."""
     keepalive_timeout_seconds: PositiveFloat = 10.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -9,15 +10,10 @@ from contextlib import ExitStack
 from prometheus_client import CollectorRegistry
 
 from paceline.actors import ActorSemantics, build_actor
-from paceline.config import Config
-from paceline.envs import (
-    EnvironmentDescription,
-    Environments,
-    FinishedEpisode,
-    describe_environment,
-    make_vector_environment,
-)
-from paceline.errors import ActorSemanticsError, DeadlineError, PacelineError
+from paceline.actors.checks import require_made_for
+from paceline.config import Config, task_kwargs
+from paceline.envs import Environments, FinishedEpisode, describe_environment, make_vector_environment
+from paceline.errors import ConfigError, DeadlineError, PacelineError
 from paceline.evaluator.loop import EvaluatingLoop
 from paceline.evaluator.metrics import ACTIVITIES, EvaluatorMetrics
 from paceline.health import Health
@@ -56,8 +52,15 @@ def run(config: Config, *, stop: StopSignal) -> None:
             place = join(stub, config, run_pb2.ROLE_EVALUATOR, stop)
         except DeadlineError:
             return  # stopped before the learner answered
+        _require_same_environment(config, place)
         semantics = ActorSemantics.from_json(place.actor_semantics_json)
-        _require_fits(semantics, description)
+        require_made_for(
+            semantics,
+            description.id,
+            observation_dim=description.observation_dim,
+            action_low=description.action_low,
+            action_high=description.action_high,
+        )
         staged = StagedActor(build_actor(semantics, own_builder=config.actor.builder))
         snapshots = channel
         if settings.snapshots_address is not None:
@@ -140,10 +143,19 @@ class _ReportWait(LogFirstWait):
             ) from error
 
 
-def _require_fits(semantics: ActorSemantics, description: EnvironmentDescription) -> None:
-    for name in ("observation_dim", "action_dim"):
-        if getattr(semantics, name) != getattr(description, name):
-            raise ActorSemanticsError(
-                f"the learner's actor has {name} {getattr(semantics, name)}: environment {description.id!r} has "
-                f"{getattr(description, name)}; start learner and evaluator with the same env settings"
-            )
+def _require_same_environment(config: Config, place: run_pb2.JoinResponse) -> None:
+    """Raise ConfigError where the learner trains in another environment; an older one may not tell."""
+    mine, theirs = config.env.id, place.environment_id
+    if theirs and mine != theirs:
+        raise _difference("env.id", mine, theirs)
+    if place.environment_kwargs_json:
+        here, there = config.env.task_kwargs, task_kwargs(json.loads(place.environment_kwargs_json))
+        if here != there:
+            raise _difference("env.kwargs", here, there)
+
+
+def _difference(name: str, mine: object, theirs: object) -> ConfigError:
+    return ConfigError(
+        f"{name} is {mine!r} for this evaluator and {theirs!r} for the learner: expected the same, since its figures "
+        f"would be of another task; start learner and evaluator with the same {name}"
+    )

@@ -77,9 +77,12 @@ class Checkpoints:
         algorithm: str,
         row_spec_digest: bytes,
         actor_semantics: ActorSemantics,
+        environment: Mapping[str, Any],
         keep: int,
     ) -> None:
+        """`environment` names the environment that the run trains in, by settings; JSON values only."""
         self._folder, self._keep, self._semantics = folder, keep, actor_semantics
+        self._environment = dict(environment)
         self._belongs_to = {"run_id": run_id, "algorithm": algorithm, "row_spec_digest": row_spec_digest.hex()}
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -108,6 +111,7 @@ class Checkpoints:
             "data_file": f"{stem}.safetensors",
             "data_bytes": len(data),
             "data_sha256": hashlib.sha256(data).hexdigest(),
+            "environment": self._environment,
             "actor_semantics": json.loads(self._semantics.to_json()),
         }
         path = self._folder / f"{stem}.json"
@@ -152,6 +156,7 @@ class Checkpoints:
                     f"{path}: the checkpoint has {name} {manifest.get(name)!r}: expected {mine!r}; "
                     "resume with the settings that it was saved with, or start another run.id"
                 )
+        self._require_same_environment(path, manifest)
         try:
             self._semantics.require_same(ActorSemantics.from_json(json.dumps(manifest.get("actor_semantics"))))
         except ActorSemanticsError as error:
@@ -161,6 +166,18 @@ class Checkpoints:
         except (KeyError, TypeError, CheckpointError) as error:
             raise _DamagedError(f"{path}: its counters are incomplete: {error}") from error
         return Checkpoint(path, counters, _read_data(path, manifest))
+
+    def _require_same_environment(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        """Checkpoints from before environments were noted have none, and are taken."""
+        saved = manifest.get("environment", self._environment)
+        if not isinstance(saved, dict):
+            raise _DamagedError(f"{path}: environment is {saved!r}: expected a record")
+        for name, mine in self._environment.items():
+            if saved.get(name) != mine:
+                raise CheckpointError(
+                    f"{path}: the checkpoint was trained with {name} {saved.get(name)!r}: expected {mine!r}, as the "
+                    f"settings say; resume with the {name} that it was saved with, or start another run.id"
+                )
 
     def _files(self, kind: str) -> list[Path]:
         matches = ((path, _NAME.fullmatch(path.name)) for path in self._folder.iterdir())

@@ -100,13 +100,7 @@ class EndpointProcess:
             silence_seconds=config.learner.silence_seconds,
         )
         run = RunService(
-            RunDescription(
-                config.run_id,
-                config.run.seed,
-                config.learner.table,
-                rows_pb2.RowSpec.FromString(start.body),
-                fields["actor_semantics_json"],
-            ),
+            RunDescription.of(config, rows_pb2.RowSpec.FromString(start.body), fields["actor_semantics_json"]),
             self._publication,
             self._registry,
             self._metrics,

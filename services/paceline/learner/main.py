@@ -128,6 +128,7 @@ class _Training:
             algorithm=config.learner.algorithm.name,
             row_spec_digest=spec.digest,
             actor_semantics=semantics,
+            environment={"env.id": config.env.id, "env.kwargs": config.env.task_kwargs},
             keep=config.learner.checkpoint.keep,
         )
         self._algorithm = _build_algorithm(config, semantics)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import grpc.aio
 
+from paceline.config import Config
 from paceline.errors import InvalidInputError
 from paceline.identity import PolicyIdentity, require_same_run
 from paceline.learner.endpoint_metrics import EndpointMetrics
@@ -36,6 +38,27 @@ class RunDescription:
     table: str
     row_spec: rows_pb2.RowSpec
     actor_semantics_json: str
+    environment_id: str = ""
+    """Empty, as the three below where they are so: not told, and compared by nobody."""
+    environment_kwargs_json: str = ""
+    n_step: int = 0
+    gamma: float = 0.0
+
+    @classmethod
+    def of(cls, config: Config, row_spec: rows_pb2.RowSpec, actor_semantics_json: str) -> Self:
+        """What a learner with this configuration tells."""
+        kwargs = config.env.model_dump(mode="json")["kwargs"]
+        return cls(
+            config.run_id,
+            config.run.seed,
+            config.learner.table,
+            row_spec,
+            actor_semantics_json,
+            environment_id=config.env.id,
+            environment_kwargs_json=json.dumps(kwargs, sort_keys=True, separators=(",", ":")),
+            n_step=config.learner.algorithm.n_step,
+            gamma=config.learner.algorithm.gamma,
+        )
 
 
 class RunService(run_pb2_grpc.RunServiceServicer):
@@ -81,6 +104,10 @@ class RunService(run_pb2_grpc.RunServiceServicer):
             warmup_step_count=place.warmup_steps,
             run_seed=self._description.seed,
             run_state=self._publication.run_state,
+            environment_id=self._description.environment_id,
+            environment_kwargs_json=self._description.environment_kwargs_json,
+            n_step=self._description.n_step,
+            gamma=self._description.gamma,
         )
 
     async def ReportEpisodes(

@@ -27,29 +27,29 @@ from paceline.v1 import parameters_pb2 as paceline_dot_v1_dot_parameters__pb2
 from paceline.v1 import rows_pb2 as paceline_dot_v1_dot_rows__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15paceline/v1/run.proto\x12\x0bpaceline.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1cpaceline/v1/parameters.proto\x1a\x16paceline/v1/rows.proto\"\x8a\x01\n\x0bJoinRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\x05\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.paceline.v1.Role\x12\x12\n\x05index\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\nprocess_id\x18\x05 \x01(\tB\x08\n\x06_index\"\xde\x01\n\x0cJoinResponse\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x05\x12&\n\x08row_spec\x18\x03 \x01(\x0b\x32\x14.paceline.v1.RowSpec\x12\r\n\x05table\x18\x04 \x01(\t\x12\x1c\n\x14\x61\x63tor_semantics_json\x18\x05 \x01(\t\x12\x19\n\x11warmup_step_count\x18\x06 \x01(\x03\x12\x10\n\x08run_seed\x18\x07 \x01(\x04\x12(\n\trun_state\x18\x08 \x01(\x0e\x32\x15.paceline.v1.RunState\"\xb9\x01\n\x15ReportEpisodesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63ollector_index\x18\x02 \x01(\x05\x12\x1d\n\x15\x63ollector_incarnation\x18\x03 \x01(\x05\x12\x10\n\x08sequence\x18\x04 \x01(\x03\x12&\n\x08\x65pisodes\x18\x05 \x03(\x0b\x32\x14.paceline.v1.Episode\x12\x1e\n\x16\x65nvironment_step_count\x18\x06 \x01(\x03\"s\n\x07\x45pisode\x12\x16\n\x0e\x65pisode_return\x18\x01 \x01(\x01\x12\x0e\n\x06length\x18\x02 \x01(\x03\x12\x12\n\nterminated\x18\x03 \x01(\x08\x12,\n\x08\x65nded_at\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"B\n\x16ReportEpisodesResponse\x12(\n\trun_state\x18\x01 \x01(\x0e\x32\x15.paceline.v1.RunState\"\xb4\x01\n\x17ReportEvaluationRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x06policy\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.PolicyIdentity\x12\x14\n\x0clearner_step\x18\x03 \x01(\x03\x12\x1e\n\x16\x65nvironment_step_count\x18\x04 \x01(\x03\x12&\n\x08\x65pisodes\x18\x05 \x03(\x0b\x32\x14.paceline.v1.Episode\"D\n\x18ReportEvaluationResponse\x12(\n\trun_state\x18\x01 \x01(\x0e\x32\x15.paceline.v1.RunState*D\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLE_COLLECTOR\x10\x01\x12\x12\n\x0eROLE_EVALUATOR\x10\x02\x32\x85\x02\n\nRunService\x12;\n\x04Join\x12\x18.paceline.v1.JoinRequest\x1a\x19.paceline.v1.JoinResponse\x12Y\n\x0eReportEpisodes\x12\".paceline.v1.ReportEpisodesRequest\x1a#.paceline.v1.ReportEpisodesResponse\x12_\n\x10ReportEvaluation\x12$.paceline.v1.ReportEvaluationRequest\x1a%.paceline.v1.ReportEvaluationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15paceline/v1/run.proto\x12\x0bpaceline.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1cpaceline/v1/parameters.proto\x1a\x16paceline/v1/rows.proto\"\x8a\x01\n\x0bJoinRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\x05\x12\x1f\n\x04role\x18\x03 \x01(\x0e\x32\x11.paceline.v1.Role\x12\x12\n\x05index\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\nprocess_id\x18\x05 \x01(\tB\x08\n\x06_index\"\xb6\x02\n\x0cJoinResponse\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x05\x12&\n\x08row_spec\x18\x03 \x01(\x0b\x32\x14.paceline.v1.RowSpec\x12\r\n\x05table\x18\x04 \x01(\t\x12\x1c\n\x14\x61\x63tor_semantics_json\x18\x05 \x01(\t\x12\x19\n\x11warmup_step_count\x18\x06 \x01(\x03\x12\x10\n\x08run_seed\x18\x07 \x01(\x04\x12(\n\trun_state\x18\x08 \x01(\x0e\x32\x15.paceline.v1.RunState\x12\x16\n\x0e\x65nvironment_id\x18\t \x01(\t\x12\x1f\n\x17\x65nvironment_kwargs_json\x18\n \x01(\t\x12\x0e\n\x06n_step\x18\x0b \x01(\x05\x12\r\n\x05gamma\x18\x0c \x01(\x01\"\xb9\x01\n\x15ReportEpisodesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63ollector_index\x18\x02 \x01(\x05\x12\x1d\n\x15\x63ollector_incarnation\x18\x03 \x01(\x05\x12\x10\n\x08sequence\x18\x04 \x01(\x03\x12&\n\x08\x65pisodes\x18\x05 \x03(\x0b\x32\x14.paceline.v1.Episode\x12\x1e\n\x16\x65nvironment_step_count\x18\x06 \x01(\x03\"s\n\x07\x45pisode\x12\x16\n\x0e\x65pisode_return\x18\x01 \x01(\x01\x12\x0e\n\x06length\x18\x02 \x01(\x03\x12\x12\n\nterminated\x18\x03 \x01(\x08\x12,\n\x08\x65nded_at\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"B\n\x16ReportEpisodesResponse\x12(\n\trun_state\x18\x01 \x01(\x0e\x32\x15.paceline.v1.RunState\"\xb4\x01\n\x17ReportEvaluationRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12+\n\x06policy\x18\x02 \x01(\x0b\x32\x1b.paceline.v1.PolicyIdentity\x12\x14\n\x0clearner_step\x18\x03 \x01(\x03\x12\x1e\n\x16\x65nvironment_step_count\x18\x04 \x01(\x03\x12&\n\x08\x65pisodes\x18\x05 \x03(\x0b\x32\x14.paceline.v1.Episode\"D\n\x18ReportEvaluationResponse\x12(\n\trun_state\x18\x01 \x01(\x0e\x32\x15.paceline.v1.RunState*D\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLE_COLLECTOR\x10\x01\x12\x12\n\x0eROLE_EVALUATOR\x10\x02\x32\x85\x02\n\nRunService\x12;\n\x04Join\x12\x18.paceline.v1.JoinRequest\x1a\x19.paceline.v1.JoinResponse\x12Y\n\x0eReportEpisodes\x12\".paceline.v1.ReportEpisodesRequest\x1a#.paceline.v1.ReportEpisodesResponse\x12_\n\x10ReportEvaluation\x12$.paceline.v1.ReportEvaluationRequest\x1a%.paceline.v1.ReportEvaluationResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.run_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1117
-  _globals['_ROLE']._serialized_end=1185
+  _globals['_ROLE']._serialized_start=1205
+  _globals['_ROLE']._serialized_end=1273
   _globals['_JOINREQUEST']._serialized_start=126
   _globals['_JOINREQUEST']._serialized_end=264
   _globals['_JOINRESPONSE']._serialized_start=267
-  _globals['_JOINRESPONSE']._serialized_end=489
-  _globals['_REPORTEPISODESREQUEST']._serialized_start=492
-  _globals['_REPORTEPISODESREQUEST']._serialized_end=677
-  _globals['_EPISODE']._serialized_start=679
-  _globals['_EPISODE']._serialized_end=794
-  _globals['_REPORTEPISODESRESPONSE']._serialized_start=796
-  _globals['_REPORTEPISODESRESPONSE']._serialized_end=862
-  _globals['_REPORTEVALUATIONREQUEST']._serialized_start=865
-  _globals['_REPORTEVALUATIONREQUEST']._serialized_end=1045
-  _globals['_REPORTEVALUATIONRESPONSE']._serialized_start=1047
-  _globals['_REPORTEVALUATIONRESPONSE']._serialized_end=1115
-  _globals['_RUNSERVICE']._serialized_start=1188
-  _globals['_RUNSERVICE']._serialized_end=1449
+  _globals['_JOINRESPONSE']._serialized_end=577
+  _globals['_REPORTEPISODESREQUEST']._serialized_start=580
+  _globals['_REPORTEPISODESREQUEST']._serialized_end=765
+  _globals['_EPISODE']._serialized_start=767
+  _globals['_EPISODE']._serialized_end=882
+  _globals['_REPORTEPISODESRESPONSE']._serialized_start=884
+  _globals['_REPORTEPISODESRESPONSE']._serialized_end=950
+  _globals['_REPORTEVALUATIONREQUEST']._serialized_start=953
+  _globals['_REPORTEVALUATIONREQUEST']._serialized_end=1133
+  _globals['_REPORTEVALUATIONRESPONSE']._serialized_start=1135
+  _globals['_REPORTEVALUATIONRESPONSE']._serialized_end=1203
+  _globals['_RUNSERVICE']._serialized_start=1276
+  _globals['_RUNSERVICE']._serialized_end=1537
 # @@protoc_insertion_point(module_scope)

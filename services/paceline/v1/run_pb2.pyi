@@ -36,7 +36,7 @@ class JoinRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., index: _Optional[int] = ..., process_id: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("index", "incarnation", "row_spec", "table", "actor_semantics_json", "warmup_step_count", "run_seed", "run_state")
+    __slots__ = ("index", "incarnation", "row_spec", "table", "actor_semantics_json", "warmup_step_count", "run_seed", "run_state", "environment_id", "environment_kwargs_json", "n_step", "gamma")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROW_SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,10 @@ class JoinResponse(_message.Message):
     WARMUP_STEP_COUNT_FIELD_NUMBER: _ClassVar[int]
     RUN_SEED_FIELD_NUMBER: _ClassVar[int]
     RUN_STATE_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_KWARGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    N_STEP_FIELD_NUMBER: _ClassVar[int]
+    GAMMA_FIELD_NUMBER: _ClassVar[int]
     index: int
     incarnation: int
     row_spec: _rows_pb2.RowSpec
@@ -53,7 +57,11 @@ class JoinResponse(_message.Message):
     warmup_step_count: int
     run_seed: int
     run_state: _parameters_pb2.RunState
-    def __init__(self, index: _Optional[int] = ..., incarnation: _Optional[int] = ..., row_spec: _Optional[_Union[_rows_pb2.RowSpec, _Mapping]] = ..., table: _Optional[str] = ..., actor_semantics_json: _Optional[str] = ..., warmup_step_count: _Optional[int] = ..., run_seed: _Optional[int] = ..., run_state: _Optional[_Union[_parameters_pb2.RunState, str]] = ...) -> None: ...
+    environment_id: str
+    environment_kwargs_json: str
+    n_step: int
+    gamma: float
+    def __init__(self, index: _Optional[int] = ..., incarnation: _Optional[int] = ..., row_spec: _Optional[_Union[_rows_pb2.RowSpec, _Mapping]] = ..., table: _Optional[str] = ..., actor_semantics_json: _Optional[str] = ..., warmup_step_count: _Optional[int] = ..., run_seed: _Optional[int] = ..., run_state: _Optional[_Union[_parameters_pb2.RunState, str]] = ..., environment_id: _Optional[str] = ..., environment_kwargs_json: _Optional[str] = ..., n_step: _Optional[int] = ..., gamma: _Optional[float] = ...) -> None: ...
 
 class ReportEpisodesRequest(_message.Message):
     __slots__ = ("run_id", "collector_index", "collector_incarnation", "sequence", "episodes", "environment_step_count")
