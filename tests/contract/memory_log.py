@@ -133,6 +133,9 @@ class MemoryLog:
             for block in self.read_blocks(first_row)
         ]
 
+    def read_oldest_row(self) -> int | None:
+        return next((entry.first_row for entry in self.read_index()), None)
+
     def read_pages(self) -> Iterator[tuple[int, bytes]]:
         yield from list(self._shelf.pages.items())
 

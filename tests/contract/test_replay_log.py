@@ -213,6 +213,67 @@ def test_blocks_are_read_in_order_from_any_key_on(place):
     assert log.block_count() == 40
 
 
+def test_the_first_row_is_that_of_the_oldest_block_that_is_left(place):
+    log = place.open()
+    log.begin(BEGUN)
+    assert log.read_oldest_row() is None
+    for number in range(4):
+        append(log, number, header(number + 1, first_row=ROWS * number))
+    assert log.read_oldest_row() == 0
+    log.save(inserted=40, sampled=0, removed=held(log, 0, 10))
+    assert log.read_oldest_row() == 20
+    assert place.open().read_oldest_row() == 20
+
+
+@real_servers
+def test_a_damaged_first_entry_is_not_asked_for_the_first_row(bare):
+    log, client = bare
+    log.begin(BEGUN)
+    for number in range(4):
+        append(log, number, header(number + 1, first_row=ROWS * number))
+    log.save(inserted=40, sampled=0, removed=held(log, 0, 10))
+    change_entry(client, b"1-30", first_row=0)
+    assert log.read_oldest_row() == 30
+
+
+@real_servers
+def test_an_entry_that_claims_rows_of_intact_blocks_takes_none_of_them_along(bare):
+    log, client = bare
+    log.begin(BEGUN)
+    for number in range(10):
+        append(log, number, header(number + 1, first_row=ROWS * number))
+    change_entry(client, b"1-90", first_row=0)
+    assert first_rows(log) == list(range(0, 100, 10))
+    assert settle(log).inserted == 100
+    assert [len(block.payload) for block in log.read_blocks()] == [9000] * 10  # no payload is taken for left behind
+
+
+@real_servers
+def test_an_entry_of_a_later_epoch_that_its_header_contradicts_takes_no_block_before_it_along(bare):
+    log, client = bare
+    log.begin(BEGUN)
+    for number in range(5):
+        append(log, number, header(number + 1, first_row=ROWS * number))
+    settle(log)
+    append(log, 5, header(6, first_row=50))
+    append(log, 6, header(7, first_row=60))
+    change_entry(client, b"2-60", first_row=10)
+    assert first_rows(log) == list(range(0, 70, 10))
+    change_entry(client, b"2-60", header=b"\xff")
+    settle(log)
+    assert [len(block.payload) for block in log.read_blocks()] == [9000] * 7
+
+
+def change_entry(client: redis.Redis, changed: bytes, **fields: object) -> None:
+    """Write an entry of the index anew with other fields, as damage would leave it."""
+    index = f"{PREFIX}table:{TABLE}:blocks"
+    entries = client.xrange(index)
+    client.delete(index)
+    for identifier, kept in entries:
+        new = {name.encode(): value for name, value in fields.items()} if identifier == changed else {}
+        client.xadd(index, {**kept, **new}, id=identifier)
+
+
 def test_blocks_that_need_several_steps_to_be_read_come_whole_and_once(place, monkeypatch):
     monkeypatch.setattr(log_reader, "READ_BYTES", 30_000)
     monkeypatch.setattr(log_reader, "INDEX_STEP", 7)

@@ -152,6 +152,15 @@ def test_what_was_exported_is_imported_as_it_was(server, archive, write, open_re
     assert copy.claim(resume=True)
 
 
+def test_a_record_that_counted_dropped_rows_more_than_once_is_imported(server, write, open_record, tmp_path):
+    writer = write()
+    writer.log.save(inserted=50, sampled=7, consumed=3, dropped=170)
+    export_run(open_record(), tmp_path / "run.tar", progress=nothing)
+    import_run(tmp_path / "run.tar", server.url, run_id="copy", progress=nothing)
+    (copy,) = open_record("copy").stores
+    assert len(list(RedisLog(copy, "transitions").read_blocks())) == 5
+
+
 def test_an_archive_is_a_tar_that_anybody_can_read(archive):
     with tarfile.open(archive) as tar:
         names = tar.getnames()

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import structlog
 from prometheus_client import CollectorRegistry
 
 from integration.scripted_replay import RPC, RUN, SECONDS, SPEC, TABLE, ScriptedReplay
 from integration.waiting import wait_until
-from paceline.errors import DeadlineError
+from paceline.errors import DeadlineError, ReplacedError
 from paceline.learner.metrics import LearnerMetrics
-from paceline.learner.sources import Batch, QueueShards, QueueSource
+from paceline.learner.sources import Batch, QueueShards, QueueSource, queued
 from paceline.rows import numpy_columns
 from paceline.rpc.client import open_channel
 from paceline.tables.memory import MemorySettings
@@ -126,6 +127,60 @@ def test_a_learner_that_died_gets_again_what_it_had_not_consumed(replay, read):
     service.wait_for(lambda: service.consumed == 20, "two batches are consumed")
     first.close()
     assert values(read(service).next_batch(SECONDS)) == list(range(20, 30))
+
+
+def test_what_was_consumed_is_known_to_replay_when_a_source_has_closed(replay, read):
+    service = replay()
+    service.append(100)
+    taken = []
+    for _ in range(4):
+        source = read(service)
+        taken += values(source.next_batch(SECONDS)) + values(source.next_batch(SECONDS))
+        source.consume()
+        source.close()
+        assert service.consumed == len(taken)
+    assert taken == list(range(80))
+
+
+def test_a_batch_that_was_not_consumed_comes_again_after_a_close(replay, read):
+    service = replay()
+    service.append(40)
+    source = read(service)
+    source.next_batch(SECONDS)
+    source.next_batch(SECONDS)
+    source.close()
+    assert service.consumed == 10
+
+
+def test_a_source_that_cannot_say_what_was_consumed_closes_soon_and_says_why(replay, read, monkeypatch):
+    monkeypatch.setattr(queued, "LAST_REPORT_SECONDS", 0.2)
+    service = replay()
+    service.append(20)
+    source = read(service)
+    source.next_batch(SECONDS)
+    service.stop()
+    source.consume()
+    with structlog.testing.capture_logs() as events:
+        source.close()
+        source.close()
+    (warning,) = [event for event in events if event["event"] == "rows_not_consumed"]
+    assert (warning["consumed_row"], warning["noted_row"]) == (10, 0)
+    assert "replay" in warning["reason"]
+
+
+def test_a_source_that_was_refused_for_good_closes_at_once(replay, read, monkeypatch):
+    monkeypatch.setattr(queued, "LAST_REPORT_SECONDS", 10 * SECONDS)
+    service = replay()
+    service.append(20)
+    source = read(service)
+    source.next_batch(SECONDS)
+    source._follower.failure = ReplacedError("a newer learner took over")
+    source._follower.report = lambda: None
+    source.consume()
+    with structlog.testing.capture_logs() as events:
+        source.close()
+    (warning,) = [event for event in events if event["event"] == "rows_not_consumed"]
+    assert "took over" in warning["reason"]
 
 
 def test_no_more_rows_are_asked_for_than_the_prefetch(replay, read):

@@ -86,6 +86,45 @@ def test_rows_that_left_with_the_follower_that_had_got_them_count_as_dropped(red
     wait_until(lambda: replay.metrics()[f'paceline_replay_dropped_rows_total{{table="{TABLE}"}}'] == 40, "it is told")
 
 
+def test_a_row_that_left_counts_as_dropped_once_however_many_followers_come_and_go(redis_server, serve):
+    config = queue_config(redis_server, capacity=30, overflow="drop_oldest")
+    replay, client = serve(config)
+
+    def dropped_with_a_new_follower(first: int, *appended: int) -> int:
+        """Rows dropped, with a follower that gets 30 and, one by one, the blocks that come then; it consumes none."""
+        with Following(client, wanted_before=first + 30 + 10 * len(appended)) as following:
+            assert following.values(30) == list(range(first, first + 30))
+            for number in appended:
+                client.append_rows(1, first=number)
+                assert following.values(10) == list(range(10 * number, 10 * number + 10))
+            return client.describe().dropped_row_count
+
+    client.open()
+    client.append_rows(8)
+    assert dropped_with_a_new_follower(50) == 50
+    assert dropped_with_a_new_follower(50) == 50
+    assert dropped_with_a_new_follower(50, 8) == 50  # 50 to 59 left with it
+    client.append_rows(4, first=9)  # 60 to 89 leave with it, and 90 to 99 with nobody
+    assert client.describe().dropped_row_count == 60
+    assert dropped_with_a_new_follower(100) == 100
+    assert dropped_with_a_new_follower(100) == 100
+    replay.stop()
+    _, client = serve(config, resume=True)
+    assert dropped_with_a_new_follower(100, 13) == 100
+    assert dropped_with_a_new_follower(110) == 110
+
+
+def test_no_more_rows_count_as_dropped_than_came_whatever_the_record_says(redis_server, redis_client, serve):
+    config = queue_config(redis_server, capacity=30, overflow="drop_oldest")
+    replay, client = serve(config)
+    client.open()
+    client.append_rows(8)
+    replay.stop()
+    redis_client.hset(f"paceline:{{first-run}}:table:{TABLE}:state", "dropped", 170)
+    _, client = serve(config, resume=True)
+    assert client.describe().dropped_row_count == 80
+
+
 def test_a_full_queue_that_blocks_refuses_a_block_at_its_deadline_and_takes_it_when_there_is_room(redis_server, serve):
     replay, client = serve(queue_config(redis_server, capacity=3, limiter={"deadline_seconds": 0.1}))
     client.open()
@@ -209,6 +248,49 @@ def test_rows_that_wait_are_not_dropped_for_a_capacity_that_is_lower_now(redis_s
         following.report(consumed_row=85)
         wait_until(lambda: client.describe().consumed_row == 85, "there is room again")
         client.append(request(11, block(100, 5)))
+
+
+@pytest.mark.parametrize("becomes_a_queue", [False, True])
+def test_a_queue_that_drops_keeps_its_bound_over_a_restart(redis_server, serve, becomes_a_queue):
+    settings = {"capacity": 20, "learner": {"batch_size": 10}, "collector": {"block_rows": 10}}
+    config = queue_config(redis_server, overflow="drop_oldest", **settings)
+    replay, client = serve(make_config(redis_server.url, **settings) if becomes_a_queue else config)
+    client.open()
+    client.append_rows(50)
+    memory_bytes = client.describe().memory_bytes
+    replay.stop()
+    replay, client = serve(config, resume=True)
+    assert client.describe().memory_bytes == memory_bytes
+    client.append_rows(30, first=50)
+    described = client.describe()
+    assert (described.row_count, described.inserted_row_count) == (20, 800)
+    assert described.dropped_row_count == (300 if becomes_a_queue else 780)
+    with Following(client) as following:
+        assert following.values(20) == list(range(780, 800))
+
+
+def test_rows_that_wait_behind_dropped_ones_are_not_dropped_for_a_capacity_that_is_lower_now(redis_server, serve):
+    replay, client = serve(queue_config(redis_server, capacity=40, overflow="drop_oldest"))
+    client.open()
+    client.append_rows(10)
+    replay.stop()
+    _, client = serve(queue_config(redis_server, capacity=20, overflow="drop_oldest"), resume=True)
+    with Following(client) as following:
+        assert following.values(40) == list(range(60, 100))
+
+
+def test_the_rest_of_a_block_that_is_larger_than_the_capacity_now_is_given(redis_server, serve):
+    replay, client = serve(queue_config(redis_server, capacity=100))
+    client.open()
+    client.append(request(1, block(0, 100)))
+    with Following(client) as following:
+        following.values(100)
+        following.report(consumed_row=70)
+        wait_until(lambda: client.describe().consumed_row == 70, "rows are consumed")
+    replay.stop()
+    _, client = serve(queue_config(redis_server, capacity=20), resume=True)
+    with Following(client) as following:
+        assert following.values(30) == list(range(70, 100))
 
 
 def test_a_queue_in_a_redis_that_lost_everything_gets_its_unconsumed_rows_again(redis_server, redis_client, serve):

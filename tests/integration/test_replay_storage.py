@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent import futures
+from contextlib import closing
 
 import grpc
 import numpy as np
@@ -29,6 +30,9 @@ from integration.replay_harness import (
 )
 from paceline.config import Config, dump
 from paceline.errors import ConfigError, ConflictError, NotFoundError, ReplacedError, UnavailableError
+from paceline.replay.archive import export_run
+from paceline.replay.archive_import import import_run
+from paceline.replay.record import RunRecord
 from paceline.rows import Column, RowSpec
 from paceline.v1 import replay_pb2 as pb
 from redis_record import read_record
@@ -81,6 +85,68 @@ def test_a_smaller_capacity_trims_both_tiers_on_resume(redis_server, redis_clien
     wait_until(lambda: redis_client.xlen(BLOCKS) == 3, "the record is trimmed")
     assert client.describe().row_count == 30
     assert values_in_redis(redis_client) == list(range(70, 100))
+
+
+@pytest.mark.parametrize("by", ["rows", "bytes"])
+@pytest.mark.parametrize("remover", ["fifo", "lowest_priority"])
+def test_of_a_block_larger_than_the_capacity_on_resume_the_newest_rows_stay(
+    redis_server, redis_client, serve, by, remover
+):
+    table = {} if remover == "fifo" else {"sampler": "prioritised", "remover": remover}
+    replay, client = serve(make_config(redis_server.url, table=table))
+    client.open()
+    client.append(*(request(number + 1, block(1000 * number, 1000)) for number in range(3)))
+    replay.stop()
+
+    smaller = make_config(
+        redis_server.url,
+        capacity=500 if by == "rows" else 10_000,
+        table={**table, **({"capacity_bytes": 500 * SPEC.row_bytes} if by == "bytes" else {})},
+    )
+    with structlog.testing.capture_logs() as events:
+        replay, client = serve(smaller, resume=True)
+    (warning,) = [event for event in events if event["event"] == "block_exceeds_capacity"]
+    assert (warning["block"], warning["rows"], warning["capacity_rows"]) == (0, 1000, 500)
+    assert client.describe().row_count == 500
+    assert set(client.sample_values(20_000).tolist()) == set(range(2500, 3000))
+    wait_until(lambda: redis_client.xlen(BLOCKS) == 1, "the blocks that left memory leave the record")
+    redis_client.flushall()
+    client.append_rows(1, first=300)
+    newest = list(range(2500, 3010)) if remover == "lowest_priority" else list(range(3000, 3010))
+    assert values_in_redis(redis_client) == newest
+    client.append_rows(100, first=301)
+    wait_until(lambda: values_in_redis(redis_client)[-1] == 4009, "all is there")
+    assert min(values_in_redis(redis_client)) >= 3000
+
+
+def test_a_block_of_which_the_newest_rows_stayed_is_written_again_without_those_of_the_next(
+    redis_server, redis_client, serve
+):
+    table = {"sampler": "prioritised", "remover": "lowest_priority"}
+    replay, client = serve(make_config(redis_server.url, table=table))
+    client.open()
+    client.append(request(1, block(0, 100)), request(2, block(100, 600)), request(3, block(700, 50)))
+    replay.stop()
+    replay, client = serve(make_config(redis_server.url, table=table, capacity=500), resume=True)
+    redis_client.flushall()
+    client.append(request(4, block(750, 10)))
+    headers = [(header.first_row, header.row_count) for header, _ in read_record(redis_client, RUN)]
+    assert headers == [(0, 100), (200, 500), (700, 50), (750, 10)]
+    assert values_in_redis(redis_client) == [*range(100), *range(200, 760)]
+
+
+def test_a_run_is_imported_into_one_of_a_smaller_capacity(redis_server, redis_client, serve, tmp_path):
+    replay, client = serve(make_config(redis_server.url))
+    client.open()
+    client.append(request(1, block(0, 1000)), request(2, block(1000, 30)))
+    replay.stop()
+    with closing(RunRecord(redis_server.url, RUN)) as record:
+        export_run(record, tmp_path / "run.tar", progress=lambda done, total: None)
+    import_run(tmp_path / "run.tar", redis_server.url, run_id="copy", progress=lambda done, total: None)
+    _, client = serve(make_config(redis_server.url, run_id="copy", capacity=500), resume=True, run_id="copy")
+    assert (client.describe().row_count, client.describe().inserted_row_count) == (30, 1030)
+    client.append(request(3, block(1030, 400), run_id="copy"))
+    assert set(client.sample_values(20_000).tolist()) == set(range(1000, 1430))
 
 
 class LossyProxy:
@@ -251,6 +317,28 @@ def test_a_gap_in_a_sequence_is_accepted_counted_and_logged(redis_server, serve)
     (gap,) = [event for event in events if event["event"] == "sequence_gap"]
     assert (gap["expected_sequence"], gap["sequence"]) == (2, 5)
     assert replay.metrics()[f'paceline_replay_sequence_gaps_total{{table="{TABLE}"}}'] == 1
+
+
+def test_an_entry_of_the_index_with_another_first_row_takes_no_block_along(redis_server, redis_client, serve):
+    config = make_config(redis_server.url)
+    replay, client = serve(config)
+    client.open()
+    client.append_rows(10)
+    replay.stop()
+    entries = redis_client.xrange(BLOCKS)
+    entries[8][1][b"first_row"] = b"0"
+    redis_client.delete(BLOCKS)
+    for identifier, fields in entries:
+        redis_client.xadd(BLOCKS, fields, id=identifier)
+
+    replay, client = serve(config, resume=True)
+    client.append_rows(1, first=10)
+    # The damaged entry's own block too: its end and its header agree, and its checksum holds.
+    assert set(client.sample_values(5000).tolist()) == set(range(110))
+    assert values_in_redis(redis_client) == list(range(110))
+    replay.stop()
+    _, client = serve(config, resume=True)
+    assert client.describe().row_count == 110
 
 
 def test_damaged_blocks_are_named_counted_and_left_out(redis_server, redis_client, serve):

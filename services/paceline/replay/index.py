@@ -34,13 +34,30 @@ def parse_index(entries: Sequence[tuple[bytes, list[bytes]]], first_row: int = 0
 
 
 def without_replaced(entries: Iterable[IndexEntry]) -> list[IndexEntry]:
-    """The entries less those that a later one takes the place of: what one has ends those from there on before it."""
+    """The entries less those that a later one takes the place of: what one has ends those from there on before it.
+
+    Blocks of one epoch never overlap, and a header says where its block is: an entry that claims rows of another
+    against either is damaged. Of it only its id is believed, the end, and it takes no intact block before it along.
+    """
     index: list[IndexEntry] = []
     for entry in entries:
+        overlaps = bool(index) and entry.first_row < index[-1].end_row
+        if overlaps and (index[-1].epoch == entry.epoch or header_of(entry) is None):
+            while index and index[-1].end_row >= entry.end_row:
+                index.pop()
+            entry = entry._replace(first_row=max(entry.first_row, index[-1].end_row if index else 0))
         while index and index[-1].end_row > entry.first_row:
             index.pop()
         index.append(entry)
     return index
+
+
+def oldest_row(entries: Sequence[tuple[bytes, list[bytes]]]) -> int | None:
+    """Key of the first row that the first of these entries can give; None where there is no entry."""
+    entry = next(iter(parse_index(entries)), None)
+    if entry is None:
+        return None
+    return entry.end_row if header_of(entry) is None else entry.first_row
 
 
 def header_of(entry: IndexEntry) -> rows_pb2.BlockHeader | None:

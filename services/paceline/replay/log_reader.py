@@ -10,7 +10,7 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from paceline.errors import ConflictError, RowSpecError
-from paceline.replay.index import IndexEntry, header_of, parse_index, without_replaced
+from paceline.replay.index import IndexEntry, header_of, oldest_row, parse_index, without_replaced
 from paceline.replay.logged import LoggedBlock, LogState, Position
 from paceline.replay.scripts import READ
 from paceline.replay.store import RedisStore
@@ -109,6 +109,10 @@ class LogReader:
     def read_index(self, first_row: int = 0) -> list[IndexEntry]:
         """Every block with a row from `first_row` on, in order, without its payload."""
         return [entry for entry in without_replaced(self._read_entries()) if entry.end_row > first_row]
+
+    def read_oldest_row(self) -> int | None:
+        """Key of the record's first row, by one look at the index; None where it has no block."""
+        return oldest_row(self._store.command("XRANGE", self._blocks, "-", "+", "COUNT", 1))
 
     def _read_entries(self) -> list[IndexEntry]:
         """The index as it is."""

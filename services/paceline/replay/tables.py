@@ -147,8 +147,11 @@ class Tables:
         memory = memory_settings(self._config, name, spec)
         used = settings_json(config, limiter, memory)
         if state is not None and config.queue:
-            # Rows that wait are never dropped for a capacity that is lower now.
-            memory = replace(memory, capacity_rows=max(memory.capacity_rows, state.inserted - state.consumed))
+            # Rows that wait are never dropped for a capacity that is lower now. Those that were dropped wait no more,
+            # though nobody consumed them: the record's first row tells.
+            oldest = log.read_oldest_row()
+            first = state.inserted if oldest is None else max(state.consumed, oldest)
+            memory = replace(memory, capacity_rows=max(memory.capacity_rows, state.inserted - first))
         needed = memory.physical_rows * spec.row_bytes
         require_memory(name, needed, held=sum(table.memory.memory_bytes for table in self._open.values()))
         table = Table(

@@ -7,6 +7,7 @@ its last second), `bring_together` mends it. One caller at a time writes; memory
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -23,11 +24,15 @@ from paceline.replay.metrics import TableMetrics
 from paceline.replay.pages import Pages
 from paceline.replay.positions import Positions
 from paceline.replay.skipping import oldest_versions
-from paceline.rows import Block, RowSpec, block_from_wire, checksum_of
+from paceline.rows import Block, ByteMatrix, RowSpec, block_from_wire, checksum_of
 from paceline.rpc.wire import seconds_of, timestamp
 from paceline.tables.memory import MemorySettings, TableMemory
 from paceline.telemetry import ActivityClock, get_logger
 from paceline.v1 import rows_pb2
+
+MAX_RUNS = 1024
+"""Of rows that left with a follower that had got them: one that consumes nothing and asks for more could make any
+number. Those beyond are forgotten, the oldest first."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,9 @@ class Tiers:
         self._recorded = 0
         """What the record says of `inserted`; less where its newest blocks were damaged and then lost by Redis."""
         self._blocks = HeldBlocks()
+        self._left_delivered: deque[tuple[int, int]] = deque(maxlen=MAX_RUNS)
+        """First and end keys of a queue's rows that left, and that a follower has got and nobody has consumed."""
+        self._said_too_large = False
         metrics.capacity_rows.set(settings.capacity_rows)
         metrics.memory_bytes.set(self.memory.memory_bytes)
         self._show()
@@ -121,7 +129,7 @@ class Tiers:
         """Take over the counters of the record; `restore` brings the rows."""
         self._recorded = self.inserted = state.inserted
         self.consumed = self.delivered = state.consumed
-        self.dropped = state.dropped
+        self.dropped = min(state.dropped, state.inserted)  # it was once counted again at each start of a learner
         self._stored_positions = state.positions
         self.positions.update(state.positions)
 
@@ -229,6 +237,8 @@ class Tiers:
         block, header, held = planned.block, planned.write.header, planned.held
         self.positions.note_gap(header)
         self._blocks.remove(planned.leaving)
+        for leaving in planned.leaving:
+            self._note_delivered(leaving)
         self._count_dropped(planned.write.dropped)
         self._add(held, header, block)
         self._recorded = self.inserted = held.end_row
@@ -252,14 +262,21 @@ class Tiers:
             self.consumed = row
             self.delivered = max(self.delivered, row)
             self.memory.drop_before(row)
+            while self._left_delivered and self._left_delivered[0][1] <= row:
+                self._left_delivered.popleft()
 
     def deliver_from(self, row: int) -> None:
         """A follower goes on at `row`: from there on rows of a queue are given again that an earlier one had got.
 
         Those of them that have left meanwhile were learned from by nobody, so they count as dropped.
         """
-        first = max(row, self.consumed)
-        self._count_dropped(self.dropped + min(self.delivered, self.memory.first_row) - first)
+        first, runs = max(row, self.consumed), self._left_delivered.copy()
+        self._left_delivered.clear()
+        for begin, end in runs:
+            kept = min(end, first)
+            if max(begin, self.consumed) < kept:  # the follower has them
+                self._left_delivered.append((begin, kept))
+            self._count_dropped(self.dropped + end - max(begin, kept))
         self.delivered = first
 
     def bring_together(self, *, sampled: int) -> None:
@@ -328,21 +345,39 @@ class Tiers:
 
     def _add(self, held: HeldBlock, header: rows_pb2.BlockHeader, block: Block) -> None:
         before = self.memory.row_count
+        rows = block.data[-self.memory.settings.capacity_rows :]
+        if len(rows) < block.row_count:
+            self._say_too_large(held)
         self.memory.append(
-            held.first_row,
-            block.data,
+            held.end_row - len(rows),
+            rows,
             stored_at=seconds_of(header.stored_at),
-            versions=self._versions(block),
+            versions=self._versions(rows),
         )
         self._metrics.removed_rows.inc(max(0, before + held.row_count - self.memory.row_count))
         self.positions.note(header)
         self._blocks.add(held)
 
-    def _versions(self, block: Block) -> npt.NDArray[np.int64] | None:
+    def _say_too_large(self, held: HeldBlock) -> None:
+        """The record has a block of more rows than the table holds now: once is enough."""
+        if not self._said_too_large:
+            self._said_too_large = True
+            settings = self.memory.settings
+            get_logger().warning(
+                "block_exceeds_capacity",
+                table=self._name,
+                block=held.first_row,
+                rows=held.row_count,
+                capacity_rows=settings.capacity_rows,
+                meaning=f"it was stored while the table held more rows: of it, and of others like it, the newest stay; "
+                f"raise {settings.capacity_setting} of the table to keep the others",
+            )
+
+    def _versions(self, rows: ByteMatrix) -> npt.NDArray[np.int64] | None:
         """The policy version of each row, where the sampler asks for it; of an unroll that of its oldest step."""
         if self.memory.settings.sampler != "recent":
             return None
-        return oldest_versions(self._spec, block.data)
+        return oldest_versions(self._spec, rows)
 
     def _leaving(self, stays: int, inserted: int) -> list[HeldBlock]:
         horizon = inserted - self.memory.settings.held_rows
@@ -353,6 +388,14 @@ class Tiers:
         if held.header is None or not self._queue:
             return 0
         return max(0, held.end_row - max(held.first_row, self.delivered))
+
+    def _note_delivered(self, held: HeldBlock) -> None:
+        """A block has left: what of it a follower has got counts as dropped only if that one ends without it."""
+        begin, end = max(held.first_row, self.consumed), min(held.end_row, self.delivered)
+        if held.header is None or not self._queue or begin >= end:
+            return
+        runs = self._left_delivered
+        runs.append((runs.pop()[0] if runs and runs[-1][1] == begin else begin, end))
 
     def _count_dropped(self, dropped: int) -> None:
         if dropped > self.dropped:
@@ -406,9 +449,10 @@ class Tiers:
 
     def _write_block_again(self, held: HeldBlock, recorded: int, sampled: int) -> HeldBlock:
         """Gives the block as the record, whose next row was `recorded`, has it then."""
-        # In plain form, whatever it came in; of a block whose first rows were consumed, the others.
+        # In plain form, whatever it came in; of a block whose first rows were consumed, or did not fit, the others.
         begin = max(held.first_row, self.memory.first_row)
         first_row, rows, _ = self.memory.read_block(begin, held.end_row - begin)
+        rows = rows[: held.end_row - first_row]
         header = rows_pb2.BlockHeader.FromString(held.header or b"")
         header.first_row, header.row_count, header.compact_stride = first_row, len(rows), 0
         header.checksum = checksum_of(rows.data)
