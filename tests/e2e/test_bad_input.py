@@ -141,6 +141,14 @@ def test_an_evicting_redis_is_refused(tmp_path: Path):
         store.stop()
 
 
+@pytest.mark.parametrize("role", ["train", "learner"])
+def test_a_folder_that_cannot_be_made_is_named(role: str, tmp_path: Path):
+    file = tmp_path / "file"
+    file.touch()
+    for place in ("/proc/nowhere", str(file)):
+        refused(paceline(role, PRESET, "run.id=x", f"run.directory={place}"), "run.directory", place, "cannot be made")
+
+
 def test_there_is_nothing_to_resume(tmp_path: Path):
     refused(paceline("train", PRESET, "run.id=none", f"run.directory={tmp_path}", "--resume"), "none", "resume")
 

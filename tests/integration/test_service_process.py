@@ -49,6 +49,15 @@ def test_a_process_that_ended_with_an_error_is_told_with_its_last_lines(tmp_path
         process.keep_alive()
 
 
+def test_lines_of_an_earlier_launcher_are_not_told_with_those_of_this_one(tmp_path):
+    (tmp_path / "trial.log").write_text("paceline: an error of the attempt before\n")
+    process = start(tmp_path, "config", "--check", "run.sed=1")
+    wait_until(lambda: not process.is_running(), seconds=30)
+    assert "run.sed" in process.tail()
+    assert "attempt before" not in process.tail()
+    assert "attempt before" in (tmp_path / "trial.log").read_text()
+
+
 def test_a_process_that_a_signal_ended_runs_again_but_not_for_ever(waiting):
     old = waiting.pid
     os.kill(old, signal.SIGKILL)

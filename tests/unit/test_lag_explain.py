@@ -70,6 +70,10 @@ BOUND = {"max_lag_versions": 8}
         # 2 collectors keep the learner busy half of its time.
         (given(learner={"waiting": 0.5}), "collectors_limit", "collector.count", "4"),
         (given(learner={"waiting": 0.6}), "collectors_limit", "collector.count", "5"),
+        # 2 / (1 - 0.95) are 40, which is more than the machine has cores for.
+        (given(learner={"waiting": 0.95}, settings={"cores": 16}), "collectors_limit", "collector.count", "16"),
+        (given(learner={"waiting": 0.5}, settings={"cores": 16}), "collectors_limit", "collector.count", "4"),
+        (given(learner={"waiting": 0.95}, settings={"cores": 2}), "collectors_limit", None, None),
         # What costs no learning comes first: 3 % of the learner's time goes to publishing.
         (given(collectors={"append_wait": 0.4}), "learner_limits", "learner.publish_every_updates", "20"),
         (

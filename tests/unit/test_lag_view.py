@@ -274,6 +274,41 @@ def test_a_run_that_goes_on_is_said_to(run_folder):
     assert "run trial, which goes on" in text_of(make_view(read_folder(str(run_folder), {})))
 
 
+@pytest.mark.parametrize(
+    ("ending", "problem", "words"),
+    [
+        ("complete", "", ("run trial, which is complete", "written at the end of the run")),
+        ("stopped", "", ("run trial, which was stopped before its end", "written when the run was stopped")),
+        ("failed", "the port is taken", ("run trial, which failed", "when the run failed", "It failed: the port is")),
+    ],
+)
+def test_how_a_run_ended_is_said(run_folder, ending, problem, words):
+    write_lag(run_folder, complete=ending == "complete", ending=ending, problem=problem)
+    view = make_view(read_folder(str(run_folder), {}))
+    text = text_of(view)
+    for each in words:
+        assert each in text
+    assert json.loads(to_json(view))["ending"] == {"how": ending, "problem": problem}
+
+
+@pytest.mark.parametrize("ending", ["stopped", "failed"])
+def test_a_run_that_was_cut_short_with_few_rows_gets_no_advice(run_folder, ending):
+    write_lag(run_folder, complete=False, ending=ending)  # 1,000 rows
+    view = make_view(read_folder(str(run_folder), {}))
+    assert view.explanation.limit.rule == "too_short"
+    assert view.explanation.limit.setting is None
+    assert "trained on 1,000 rows, expected at least 25,600" in view.advice
+    enough = {"name": "paceline_learner_trained_rows_total", "labels": {}, "value": 25_600.0}
+    totals = [entry for entry in as_json(TOTALS) if entry["name"] != enough["name"]]
+    write_lag(run_folder, complete=False, ending=ending, totals=[*totals, enough])
+    assert make_view(read_folder(str(run_folder), {})).explanation.limit.rule != "too_short"
+
+
+def test_a_run_that_failed_before_anything_was_counted_gets_no_advice(run_folder):
+    write_lag(run_folder, complete=False, ending="failed", problem="no", totals=[], gauges={}, watched={})
+    assert "trained on 0 rows" in make_view(read_folder(str(run_folder), {})).advice
+
+
 @pytest.mark.parametrize("damage", [None, "", '{"totals": 1}', '{"totals": [], "gauges": 3}'])
 def test_without_lag_json_the_older_files_are_told_and_the_rest_is_unknown(run_folder, damage):
     if damage is not None:

@@ -291,6 +291,23 @@ def test_a_report_replaces_the_one_before_and_leaves_nothing_else(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
+@pytest.mark.parametrize(
+    ("ending", "problem", "state"),
+    [
+        ("stopped", "", "stopped before its end"),
+        ("failed", "port <7> is taken", "failed"),
+        (None, "", "not finished"),
+    ],
+)
+def test_a_run_that_did_not_finish_says_how_it_ended(run_folder, ending, problem, state):
+    (run_folder / "metrics.jsonl").write_text("\n".join(RESUMED_RUN[:-1]) + "\n")
+    (run_folder / "lag.json").write_text(json.dumps({"totals": LAG, "ending": ending, "problem": problem}))
+    page = page_of(run_folder)
+    assert f"Paceline run \n{state}\n" in page.text
+    assert ("It failed: port <7> is taken" in page.text) == (ending == "failed")
+    assert ("has not finished, or was killed" in page.text) == (ending is None)
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(NotFoundError, match="absent: no such folder"):
         write_report(tmp_path / "absent")

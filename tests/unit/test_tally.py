@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from paceline.local.lag_metrics import KEPT, SHOWN, SUMMED
 from paceline.local.scrape import Page, read_last_page
-from paceline.local.tally import Tally
+from paceline.local.tally import Ending, Tally
 from paceline.schema import METRICS, SERIES
 from paceline.telemetry import MetricsServer, serve_metrics
 
@@ -34,7 +34,7 @@ def steps(count: float) -> tuple[str, dict[str, str], float]:
 
 
 def written(folder: Path, tally: Tally) -> dict[str, Any]:
-    tally.write(complete=False, ended=False)
+    tally.write()
     tree: dict[str, Any] = json.loads((folder / "lag.json").read_text())
     return tree
 
@@ -182,6 +182,20 @@ def test_the_file_is_replaced_whole(tmp_path):
     tally = Tally(tmp_path, "trial")
     written(tmp_path, tally)
     assert {path.name for path in tmp_path.iterdir()} == {"lag.json", "process_time.json"}
+
+
+def test_how_the_run_ended_is_told_and_with_which_error(tmp_path):
+    tally = Tally(tmp_path, "trial")
+
+    def told(ending: Ending | None) -> tuple[object, ...]:
+        tally.write(ending)
+        tree = json.loads((tmp_path / "lag.json").read_text())
+        return tree["ended"], tree["complete"], tree["ending"], tree["problem"]
+
+    assert told(None) == (False, False, None, "")
+    assert told(Ending("stopped")) == (True, False, "stopped", "")
+    assert told(Ending("failed", "the port is taken")) == (True, False, "failed", "the port is taken")
+    assert told(Ending("complete")) == (True, True, "complete", "")
 
 
 def test_every_metric_of_lag_is_kept_and_every_name_is_of_the_schema():

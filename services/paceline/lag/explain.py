@@ -37,6 +37,18 @@ def explain(figures: Figures) -> Explanation:
     return Explanation(limit, lag, " ".join(filter(None, sentences)))
 
 
+def explain_too_short(how: str, rows: float, least_rows: float) -> Explanation:
+    """Of a run that "failed" or was "stopped" before it had trained on so many rows: that it cannot be judged."""
+    ended = "failed" if how == "failed" else "was stopped"
+    limit = Advice(
+        "too_short",
+        f"This run {ended} before there was enough to judge: it trained on {rows:,.0f} rows, expected at least "
+        f"{least_rows:,.0f}. What limits it is not known.",
+    )
+    lag = Advice("lag_not_measured", "Nor is where its training lag comes from.")
+    return Explanation(limit, lag, f"{limit} {lag}")
+
+
 def find_lag_cause(figures: Figures) -> Advice:
     """What makes most of the training lag, and what to set to have less of it."""
     settings, total = figures.settings, sum(figures.part_versions.values())

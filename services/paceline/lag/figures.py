@@ -29,6 +29,8 @@ class Settings:
     """Batches ordered ahead; None: the learner draws from a ring of its own."""
     checkpoint_every_updates: int = 10_000
     learner_threads: int = 1
+    cores: int | None = None
+    """Of the machine, where the whole run is on one that is known."""
 
 
 @dataclass(frozen=True)

@@ -125,12 +125,22 @@ def _collectors_limit(figures: Figures) -> Advice | None:
     idle = _idle(figures)
     if idle <= IDLE_SHARE:
         return None
-    before = figures.settings.collector_count
-    value = max(math.ceil(before / max(1 - idle, 0.01)), before + 1)
+    before, cores = figures.settings.collector_count, figures.settings.cores
+    finding = (
+        f"This run is limited by collecting: the learner waits {percent(idle)} of its time for rows, and collectors "
+        f"are hardly held back (they wait {percent(_append_wait(figures))} of theirs)."
+    )
+    if cores is not None and before >= cores:
+        return Advice(
+            "collectors_limit",
+            finding,
+            otherwise=f"It has {before} of them for the {cores} cores of its machine: expected more from more "
+            "environments in each (collector.environments), or from collectors on other machines.",
+        )
+    value = min(max(math.ceil(before / max(1 - idle, 0.01)), before + 1), cores or math.inf)
     return Advice(
         "collectors_limit",
-        f"This run is limited by collecting: the learner waits {percent(idle)} of its time for rows, and collectors "
-        f"are hardly held back (they wait {percent(_append_wait(figures))} of theirs).",
+        finding,
         *change("collector.count", before, value),
         trades="That needs cores for them, and costs no learning.",
         otherwise="More environments in each (collector.environments) need fewer.",

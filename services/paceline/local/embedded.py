@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import redis
@@ -142,3 +145,27 @@ class EmbeddedRedis:
     def _last_lines(self) -> str:
         lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(lines[-_LAST_LINES:])
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that somebody started."""
+
+    pid: int
+    url: str
+
+
+def find_server(data: Path) -> RunningServer | None:
+    """The server that works in the folder `data`, which a second one would ruin. Linux only."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if Path(os.readlink(process / "cwd")) != data.resolve():
+                continue
+            # The server writes its address over its arguments.
+            title = (process / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:  # it has ended, or is another user's
+            continue
+        address = re.search(r"unixsocket:([^\s\0]+)", title)
+        if address is not None:
+            return RunningServer(int(process.name), f"unix://{address[1]}")
+    return None

@@ -15,11 +15,17 @@ from paceline.local import lag_metrics as names
 from paceline.local.prometheus import Prometheus
 from paceline.local.records import folder_of
 from paceline.local.scrape import Page, merge
-from paceline.local.tally import LAG_FILE
+from paceline.local.tally import LAG_FILE, Ending
 from paceline.report import record
 
 WATCHED_SECONDS = 10.0
 """Watched for less than this, it says nothing: what a loop is about is counted when it ends."""
+
+_WRITTEN = {
+    "complete": "at the end of the run",
+    "stopped": "when the run was stopped",
+    "failed": "when the run failed",
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,10 @@ class LagData:
     config: settings.Config | None
     """None where nobody said."""
     goes_on: bool
+    ending: Ending | None = None
+    """Where it is known."""
+    cores: int | None = None
+    """Of the machine, where the whole run is on one."""
     accounted: Mapping[str, float] = field(default_factory=dict)
     """By service: what share of the time that it was watched for its loop said where it went."""
     missing: tuple[str, ...] = ()
@@ -64,15 +74,16 @@ def read_folder(run: str, environment: Mapping[str, str]) -> LagData:
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         return _from_older_files(folder, config, f"{LAG_FILE} cannot be read ({error!r})")
     age = max(time.time() - tree["written_at"], 0.0)
-    ended = bool(tree["ended"])
-    state = "at the end of the run" if tree["complete"] else "when the run was stopped" if ended else f"{age:.0f} s ago"
+    ending = _ending(tree)
     return LagData(
         run=config.run.id or folder.name,
-        source=f"{folder / LAG_FILE}, written {state}",
+        source=f"{folder / LAG_FILE}, written {f'{age:.0f} s ago' if ending is None else _WRITTEN[ending.how]}",
         page=merge([totals, *gauges.values()]),
         gauges=gauges,
         config=config,
-        goes_on=not ended,
+        goes_on=ending is None,
+        ending=ending,
+        cores=tree.get("cores"),
         accounted=_accounted(tree.get("watched", {})),
     )
 
@@ -129,6 +140,14 @@ def _from_older_files(folder: Path, config: settings.Config, why: str = f"there 
         goes_on=not run.finished,
         missing=(f"{why}: acting lag, the parts of the lag and clocks are unknown.",),
     )
+
+
+def _ending(tree: Mapping[str, Any]) -> Ending | None:
+    if not tree["ended"]:
+        return None
+    # Until it was noted how a run ends, "complete" was said of stopped ones, too: no better is known of those.
+    how = tree.get("ending", "complete" if tree["complete"] else "stopped")
+    return Ending(how if how in _WRITTEN else "stopped", str(tree.get("problem", "")))
 
 
 def _accounted(watched: Mapping[str, Any]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from paceline.local.lag_data import LagData
 from paceline.local.lag_view import BoundEffect, LagView, Loop
 from paceline.local.scrape import Spread
 
@@ -40,9 +41,10 @@ def open_console() -> Console:
 
 def show(view: LagView, console: Console) -> None:
     """Print everything, and at the end what to change."""
-    state = "goes on" if view.data.goes_on else "has ended"
-    console.print(Text(f"run {view.data.run}, which {state}", style="bold"))
+    console.print(Text(f"run {view.data.run}, which {_state(view.data)}", style="bold"))
     console.print(Text(f"from {view.data.source}", style="dim"), soft_wrap=True)
+    if view.data.ending is not None and view.data.ending.problem:
+        console.print(Text(f"It failed: {view.data.ending.problem}", style="red"), soft_wrap=True)
     for sentence in view.data.missing:
         console.print(Text(sentence, style="yellow"))
     for title, part in _sections(view):
@@ -51,12 +53,19 @@ def show(view: LagView, console: Console) -> None:
         console.print(Padding(part, (0, 0, 0, 2), expand=False))
 
 
+def _state(data: LagData) -> str:
+    if data.ending is None:
+        return "goes on" if data.goes_on else "has ended"
+    return {"complete": "is complete", "stopped": "was stopped before its end", "failed": "failed"}[data.ending.how]
+
+
 def to_json(view: LagView) -> str:
     """The same for programs: null where it is not known, "+Inf" for beyond the largest bucket."""
     described = {
         "run": view.data.run,
         "source": view.data.source,
         "goes_on": view.data.goes_on,
+        "ending": None if view.data.ending is None else vars(view.data.ending),
         "missing": view.data.missing,
         "training_lag": {unit: _spread_as_dict(spread) for unit, spread in view.training.items()},
         "acting_lag": {unit: _spread_as_dict(spread) for unit, spread in view.acting.items()},

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from paceline.config import Config
 from paceline.lag.attribution import PARTS
-from paceline.lag.explain import Explanation, explain
+from paceline.lag.explain import Explanation, explain, explain_too_short
 from paceline.lag.figures import Distribution, Figures, Settings
 from paceline.local import lag_metrics as names
 from paceline.local.lag_data import LagData
 from paceline.local.scrape import Page, Spread
+
+JUDGED_BATCHES = 100
+"""A run that ended before its time is not judged by fewer batches."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +146,17 @@ def make_view(data: LagData) -> LagView:
         publish=_publish(page),
         bound=bound,
         clocks=_clocks(data.gauges),
-        explanation=explain(_figures(data, training["versions"], acting["versions"], rows, collector, learner, bound)),
+        explanation=_too_short(data, rows or 0)
+        or explain(_figures(data, training["versions"], acting["versions"], rows, collector, learner, bound)),
     )
+
+
+def _too_short(data: LagData, rows: float) -> Explanation | None:
+    """Instead of advice, of a run that was cut short while it had hardly begun: its figures are those of starting."""
+    if data.ending is None or data.ending.how == "complete" or data.config is None:
+        return None
+    least = JUDGED_BATCHES * data.config.learner.batch_size
+    return explain_too_short(data.ending.how, rows, least) if rows < least else None
 
 
 def _parts(page: Page, rows: float | None) -> tuple[Part, ...]:
@@ -298,6 +310,7 @@ def _settings(data: LagData) -> Settings:
         prefetch_batches=None if config.follows and not table.queue else config.learner.prefetch_batches,
         checkpoint_every_updates=config.learner.checkpoint.every_updates,
         learner_threads=config.learner.threads,
+        cores=data.cores,
     )
 
 

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline import config as settings
 from paceline.config import Config
-from paceline.config.models import SHARD
 from paceline.envs import describe_environment
-from paceline.errors import (
-    ConfigError,
-    ConflictError,
-    DeadlineError,
-    HandshakeError,
-    NotFoundError,
-    StoreFullError,
-    StoreReadOnlyError,
-    UnavailableError,
-)
+from paceline.errors import DeadlineError, HandshakeError, NotFoundError, PacelineError, UnavailableError
 from paceline.local.display import open_display
 from paceline.local.embedded import EmbeddedRedis
 from paceline.local.ports import choose_address
 from paceline.local.processes import ServiceProcess
+from paceline.local.run_folder import RunFolder, open_run_folder
 from paceline.local.scrape import Page, read_last_page, read_page
 from paceline.local.status import StatusReader, Watched
-from paceline.local.tally import Tally
+from paceline.local.tally import Ending, Tally
 from paceline.process import StopSignal, limit_threads
-from paceline.replay.record import require_shards
-from paceline.replay.store import RedisStore
+from paceline.replay.record import RunRecord
 from paceline.report import write_report
+from paceline.report.record import read_run
 from paceline.rpc.client import open_channel
 from paceline.rpc.status import raising
 from paceline.telemetry import configure_logging
@@ -50,6 +39,9 @@ READ_SECONDS = 2.0
 WRITE_SECONDS = 5.0
 """How often what they counted is written down."""
 
+_MESSAGE = "paceline: "
+"""How a service begins the line in which it says why it ends."""
+
 _ADDRESS_KEYS = (
     "learner.listen",
     "learner.metrics_listen",
@@ -62,31 +54,31 @@ def run(config: Config, *, resume: bool, plain: bool, stop: StopSignal, environm
 
     Raises:
         ConfigError: the environment is unknown, or the algorithm cannot act in it.
-        ConflictError: the run's folder is in use, or its record has another number of shards; NotFoundError: there is
-            none to resume.
+        ConflictError: somebody works in the run's folder, or a run has begun there; NotFoundError: there is none to
+            resume.
         ServiceFailedError: a service ended with an error; carries its last lines.
     """
     # Before anything is started or written: the commonest mistakes are in the environment's settings.
     describe_environment(config.env, algorithm=config.learner.algorithm.name)
-    folder = _open_folder(config, resume)
-    with (folder / "logs" / "launcher.log").open("a", encoding="utf-8") as log, ExitStack() as stack:
+    with ExitStack() as stack:
+        folder = stack.enter_context(open_run_folder(config, resume=resume, stop=stop))
+        log = stack.enter_context((folder.path / "logs" / "launcher.log").open("a", encoding="utf-8"))
         configure_logging("launcher", run=config.run_id, file=log)
         title = f"{config.run_id}: {config.learner.algorithm.name} on {config.env.id}"
         display = stack.enter_context(open_display(title, plain=plain))
-        display.say(f"run {config.run_id}: files in {folder}")
+        display.say(f"run {config.run_id}: files in {folder.path}")
         redis: EmbeddedRedis | None = None
         if config.replay.redis_url is None:
-            redis = stack.enter_context(_embedded(folder))
+            redis = stack.enter_context(_embedded(folder.path))
             redis_url = redis.url
         else:
             redis_url = config.replay.redis_url.get_secret_value()
-        if resume:
-            _require_shards(config, config.replay.redis_address() or redis_url)
-            _write_settings(config, folder)
         services = _Services(config, folder, redis_url, resume=resume, environment=environment)
+        failure: Ending | None = None
         try:
             services.start()
             if services.wait_until_healthy(stop):
+                folder.accept()
                 display.say("every service is up: training")
             reader = StatusReader(Watched.of(config, title, began=time.monotonic()), services.pages)
             read, show, write = _Every(READ_SECONDS), _Every(display.interval_seconds), _Every(WRITE_SECONDS)
@@ -99,19 +91,35 @@ def run(config: Config, *, resume: bool, plain: bool, stop: StopSignal, environm
                 elif read.is_due():
                     services.pages()
                 if write.is_due():
-                    services.write_tally(ended=False)
+                    services.tally.write()
                 stop.wait(LOOK_SECONDS)
-            display.say("stopping" if stop.is_set() else "the run is complete")
+            is_complete = not stop.is_set() and read_run(folder.path).finished
+            display.say("the run is complete" if is_complete else "stopping")
+        except BaseException as error:
+            failure = Ending("failed", _sentence(error))
+            raise
         finally:
-            # A failed run leaves its figures too.
-            services.pages()
-            services.write_tally(ended=True)
-            services.stop()
-            services.take_last_pages()
-            services.write_tally(ended=True)
-            display.say(f"report: {write_report(folder)}")
-        if stop.is_set():
-            display.say(f"go on with: paceline train {folder} --resume")
+            if failure is not None and not folder.is_accepted:
+                services.stop()  # the resume was refused: what the run's files tell of it is as true as before
+            else:
+                ending = _end(services, folder.path, failure)
+                display.say(f"report: {write_report(folder.path)}")
+        if not folder.is_accepted:
+            display.say("stopped before the learner had taken its settings: config.yaml is as it was")
+        if ending.how == "stopped":
+            display.say(f"go on with: paceline train {folder.path} --resume")
+
+
+def _end(services: _Services, folder: Path, failure: Ending | None) -> Ending:
+    """Stop the services, with their figures written down; a failed run leaves its figures, too."""
+    services.pages()
+    services.tally.write(failure or Ending("stopped"))
+    services.stop()
+    services.take_last_pages()
+    # The learner ends with 0 when it is stopped as well; only at its end it writes that the run is finished.
+    ending = failure or Ending("complete" if read_run(folder).finished else "stopped")
+    services.tally.write(ending)
+    return ending
 
 
 class _Every:
@@ -132,10 +140,14 @@ class _Services:
     """The processes of the run, in the order in which they are stopped."""
 
     def __init__(
-        self, config: Config, folder: Path, redis_url: str, *, resume: bool, environment: Mapping[str, str]
+        self, config: Config, folder: RunFolder, redis_url: str, *, resume: bool, environment: Mapping[str, str]
     ) -> None:
         self._config, self._folder = config, folder
         self._resume = resume
+        # The replay of a start that failed had begun a record, without a row.
+        self._resume_replay = resume or (
+            folder.is_retry and not _has_rows(config, config.replay.redis_address() or redis_url)
+        )
         # The URL may hold a password, so it travels in the environment and never in a file or a command line.
         self._environment = {**environment, "PACELINE_REPLAY__REDIS_URL": redis_url}
         limit_threads(self._environment)
@@ -143,16 +155,16 @@ class _Services:
         self._replays = _choose_replay_addresses(config)
         self._addresses["replay.address"] = ",".join(replay["replay.listen"] for replay in self._replays)
         self._processes: list[ServiceProcess] = []
-        self._tally = Tally(folder, config.run_id)
+        self.tally = Tally(folder.path, config.run_id)
         self.learner: ServiceProcess
 
     def start(self) -> None:
         """Start them all; each waits for those that it needs."""
-        resume = ["--resume"] if self._resume else []
+        resume, resume_replay = (["--resume"] if asked else [] for asked in (self._resume, self._resume_replay))
         for shard, addresses in enumerate(self._replays):
             name = _replay_name(shard, len(self._replays))
             options = ["replay", "--shard", str(shard)]
-            self._start(name, options, resume, {name: "replay.metrics_listen"}, addresses)
+            self._start(name, options, resume_replay, {name: "replay.metrics_listen"}, addresses)
         self.learner = self._start(
             "learner",
             ["learner"],
@@ -165,7 +177,7 @@ class _Services:
             self._start_with_metrics("evaluator", "evaluator", [])
 
     def wait_until_healthy(self, stop: StopSignal) -> bool:
-        """Wait until replay and learner say SERVING; False when the stop came first.
+        """Wait until replay and learner say SERVING, so have taken their settings; False when the stop came first.
 
         Raises:
             DeadlineError: one does not serve after START_SECONDS. ServiceFailedError: one ended with an error.
@@ -177,7 +189,8 @@ class _Services:
         }
         for service, address in served.items():
             while not stop.is_set() and not self._is_serving(address):
-                self.look_after()
+                if self.look_after():
+                    return True  # nothing was left to do, and the learner has ended already
                 if time.monotonic() > deadline:
                     process = next(process for process in self._processes if process.name == service)
                     raise DeadlineError(
@@ -196,17 +209,12 @@ class _Services:
     def pages(self) -> dict[str, Page]:
         """The metrics of every process that answers, by its name."""
         pages = {name: read_page(port) for process in self._processes for name, port in process.metrics_ports.items()}
-        self._tally.see(pages)
+        self.tally.see(pages)
         return pages
 
     def take_last_pages(self) -> None:
         """Take in what the processes, which have ended, counted until their end."""
-        self._tally.see({process.name: read_last_page(process.last_page) for process in self._processes}, last=True)
-
-    def write_tally(self, *, ended: bool) -> None:
-        """Write down what the processes counted so far: of their time, for the report, and of lag."""
-        complete = any(process.name == "learner" and process.has_ended_well() for process in self._processes)
-        self._tally.write(ended=ended, complete=complete)
+        self.tally.see({process.name: read_last_page(process.last_page) for process in self._processes}, last=True)
 
     def stop(self) -> None:
         """Stop every process, replay last, within STOP_SECONDS."""
@@ -238,10 +246,10 @@ class _Services:
             restart_arguments.append(f"replay.redis_start_seconds={self._config.replay.redis_start_seconds}")
         process = ServiceProcess(
             name,
-            [*arguments, str(self._folder / "config.yaml"), *overrides, "--with-parent", *resume],
+            [*arguments, str(self._folder.settings_path), *overrides, "--with-parent", *resume],
             restart_arguments=restart_arguments,
             environment=self._environment,
-            log_path=self._folder / "logs" / f"{name}.log",
+            log_path=self._folder.path / "logs" / f"{name}.log",
             metrics_ports={page: _port_of(addresses[key]) for page, key in metrics_keys.items()},
         )
         self._processes.append(process)
@@ -265,45 +273,31 @@ class _Services:
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def _open_folder(config: Config, resume: bool) -> Path:
-    folder = config.run_folder
-    if resume and not (folder / "config.yaml").exists():
-        raise NotFoundError(
-            f"{folder} has no run to resume: expected its config.yaml there; runs lie in {config.run.directory}/"
-        )
-    if not resume and folder.exists() and any(folder.iterdir()):
-        raise ConflictError(
-            f"the folder {folder} is in use: expected a new run; go on with it by --resume, or choose another run.id"
-        )
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
-    if not resume:
-        _write_settings(config, folder)
-    return folder
+def _has_rows(config: Config, redis_url: str) -> bool:
+    """Whether the record of a run that never began has tables after all: then it is another's. Unknown: it may."""
+    try:
+        record = RunRecord(redis_url, config.run_id, shards=config.replay.shards)
+    except NotFoundError:
+        return False
+    except PacelineError:
+        return True  # what is wrong with Redis, replay says better
+    try:
+        return bool(record.tables())
+    except PacelineError:
+        return True
+    finally:
+        record.close()
 
 
-def _require_shards(config: Config, redis_url: str) -> None:
-    """Before the run's settings are replaced, see that its record has as many shards as they say.
-
-    Replay refuses it, too, but then the folder would say what the record contradicts. What else is wrong with Redis,
-    replay says better.
-    """
-    for shard in range(config.replay.shards if SHARD in redis_url else 1):
-        with suppress(ConfigError, UnavailableError, StoreFullError, StoreReadOnlyError):
-            store = RedisStore(
-                redis_url.replace(SHARD, str(shard)),
-                config.run_id,
-                deadline_seconds=config.replay.redis_deadline_seconds,
-            )
-            try:
-                require_shards(store, config.run_id, config.replay.shards)
-            finally:
-                store.close()
-
-
-def _write_settings(config: Config, folder: Path) -> None:
-    partial = folder / "config.yaml.tmp"
-    partial.write_text(settings.dump(config), encoding="utf-8")
-    os.replace(partial, folder / "config.yaml")
+def _sentence(error: BaseException) -> str:
+    """What went wrong, in a sentence: of a service that failed, what it said itself."""
+    said, _, lines = str(error).partition("; the last lines of ")
+    if isinstance(error, PacelineError) and lines:
+        last = [line.strip() for line in lines.splitlines()[1:]]
+        messages = [line for line in last if line.startswith(_MESSAGE)] or last[-1:]
+        return ": ".join([said, *(line.removeprefix(_MESSAGE) for line in messages[:1])])
+    said = said.partition("\n")[0]
+    return said if isinstance(error, PacelineError) else f"{type(error).__name__}: {said}"
 
 
 @contextmanager

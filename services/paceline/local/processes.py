@@ -42,6 +42,7 @@ class ServiceProcess:
         self._arguments, self._restart_arguments = list(arguments), list(restart_arguments)
         self._environment, self._log_path = {**environment, LAST_PAGE_VARIABLE: str(self.last_page)}, log_path
         self._max_restarts = max_restarts
+        self._log_begin = log_path.stat().st_size if log_path.exists() else 0
         self._process = self._spawn(self._arguments)
 
     @property
@@ -92,9 +93,9 @@ class ServiceProcess:
         return True
 
     def tail(self) -> str:
-        """The last lines of the log."""
+        """The last lines of the log; none of an earlier launcher's, whose error may be another."""
         with self._log_path.open("rb") as log:
-            log.seek(max(log.seek(0, os.SEEK_END) - 16_384, 0))
+            log.seek(max(log.seek(0, os.SEEK_END) - 16_384, self._log_begin))
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in lines[-TAIL_LINES:]) or "    (it wrote nothing)"
 

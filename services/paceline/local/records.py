@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +16,8 @@ from paceline import config as settings
 from paceline.errors import ConfigError, ConflictError, NotFoundError
 from paceline.learner.ledger import EndpointLedger
 from paceline.learner.registry import COLLECTOR
-from paceline.local.embedded import EmbeddedRedis
+from paceline.local.embedded import EmbeddedRedis, find_server
+from paceline.local.run_folder import SETTINGS_FILE, hold, write_settings
 from paceline.replay import record
 from paceline.replay.archive_format import Manifest
 
@@ -152,44 +151,31 @@ def begin_folder(folder: Path, config: settings.Config, manifest: Manifest) -> N
         ledger.write_members({COLLECTOR: members})
     finally:
         ledger.close()
-    partial = folder / "config.yaml.tmp"
-    partial.write_text(settings.dump(config), encoding="utf-8")
-    os.replace(partial, folder / "config.yaml")
+    write_settings(config, folder / SETTINGS_FILE)
 
 
 @contextmanager
 def open_own_redis(folder: Path) -> Iterator[str]:
-    """The URL of the server that `paceline train` keeps in the folder of a run; started unless it runs."""
+    """The URL of the server that `paceline train` keeps in the folder of a run; started unless it runs.
+
+    Raises:
+        NotFoundError: it has none. ConflictError: a launcher is about to start it.
+    """
     data = folder / "redis"
     if not data.is_dir():
         raise NotFoundError(
             f"{data} is not there: expected the data of the run's own Redis; name another by --redis-url"
         )
-    running = find_running(data)
+    running = find_server(data)
     if running is not None:
-        yield running
+        yield running.url
         return
-    server = EmbeddedRedis.start(data)
-    try:
-        yield server.url
-    finally:
-        server.stop()
-
-
-def find_running(data: Path) -> str | None:
-    """The URL of a server that works in the folder `data`, whose data a second one would ruin. Linux only."""
-    for process in Path("/proc").glob("[0-9]*"):
+    with hold(folder, "paceline replay"):  # or a launcher that starts now would start a second server
+        server = EmbeddedRedis.start(data)
         try:
-            if Path(os.readlink(process / "cwd")) != data.resolve():
-                continue
-            # The server writes its address over its arguments.
-            title = (process / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:  # it has ended, or is another user's
-            continue
-        address = re.search(r"unixsocket:([^\s\0]+)", title)
-        if address is not None:
-            return f"unix://{address[1]}"
-    return None
+            yield server.url
+        finally:
+            server.stop()
 
 
 @contextmanager

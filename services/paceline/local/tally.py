@@ -11,8 +11,9 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from paceline.local.lag_metrics import KEPT, STARTS_AND_ENDS, SUMMED
 from paceline.local.scrape import Page
@@ -21,6 +22,15 @@ LAG_FILE, TIME_FILE = "lag.json", "process_time.json"
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 """A name and its labels, sorted."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended, or this part of it. Complete: it did all that it should."""
+
+    how: Literal["complete", "stopped", "failed"]
+    problem: str = ""
+    """Of one that failed: its first error, in a sentence."""
 
 
 class Tally:
@@ -39,12 +49,12 @@ class Tally:
             if page.samples:
                 self._processes.setdefault(name, _Process()).see(page, last=last)
 
-    def write(self, *, complete: bool, ended: bool) -> None:
-        """Write both files. `ended`: nothing follows; `complete`: and the run has done all that it should."""
-        _write(self._folder / LAG_FILE, self._lag(complete=complete, ended=ended))
+    def write(self, ending: Ending | None = None) -> None:
+        """Write both files. With an `ending` nothing follows."""
+        _write(self._folder / LAG_FILE, self._lag(ending))
         _write(self._folder / TIME_FILE, self._activity_seconds())
 
-    def _lag(self, *, complete: bool, ended: bool) -> dict[str, Any]:
+    def _lag(self, ending: Ending | None) -> dict[str, Any]:
         totals = dict(self._earlier_totals)
         for process in self._processes.values():
             for series, value in process.totals():
@@ -53,8 +63,11 @@ class Tally:
         return {
             "run_id": self._run_id,
             "written_at": time.time(),
-            "ended": ended,
-            "complete": complete,
+            "ended": ending is not None,
+            "complete": ending is not None and ending.how == "complete",
+            "ending": None if ending is None else ending.how,
+            "problem": "" if ending is None else ending.problem,
+            "cores": os.cpu_count(),
             "seconds": self._earlier_seconds + time.monotonic() - self._began,
             "totals": _as_json(totals),
             "gauges": {name: _as_json(process.gauges) for name, process in self._processes.items() if process.gauges},

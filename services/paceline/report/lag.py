@@ -26,6 +26,10 @@ class LagRecord:
     part_versions: Mapping[str, float] = field(default_factory=dict)
     """Training lag of a row on average, by part; their sum is the mean."""
     part_seconds: Mapping[str, float] = field(default_factory=dict)
+    ending: str | None = None
+    """How the run, or its last part, ended: complete, stopped or failed; None: it goes on, or nobody noted it."""
+    problem: str = ""
+    """Of one that failed, in a sentence."""
 
 
 def read_lag(path: Path, missing: list[str]) -> LagRecord:
@@ -48,7 +52,14 @@ def read_lag(path: Path, missing: list[str]) -> LagRecord:
         training_mean=_mean(samples, _TRAINING),
         part_versions=_parts(samples, "paceline_learner_training_lag_part_versions_total", rows),
         part_seconds=_parts(samples, "paceline_learner_row_part_seconds_total", rows),
+        ending=_text(tree, "ending"),
+        problem=_text(tree, "problem") or "",
     )
+
+
+def _text(tree: Any, key: str) -> str | None:
+    value = tree.get(key) if isinstance(tree, Mapping) else None
+    return value if isinstance(value, str) else None
 
 
 _Sample = tuple[str, Mapping[str, Any], float]

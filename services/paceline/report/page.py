@@ -42,7 +42,7 @@ def render(record: RunRecord) -> str:
 <header>
 <p class="kind">Paceline run {_state(record)}</p>
 <h1>{title}</h1>
-<dl class="tiles">
+{_problem(record)}<dl class="tiles">
 {"".join(_tiles(record))}</dl>
 </header>
 {"".join(_sections(record))}
@@ -63,8 +63,20 @@ def duration_text(seconds: float) -> str:
 
 
 def _state(record: RunRecord) -> str:
-    kind, words = ("finished", "finished") if record.finished else ("unfinished", "not finished")
+    kind, words = "unfinished", "not finished"
+    if record.lag.ending == "failed":
+        kind, words = "failed", "failed"
+    elif record.finished:
+        kind, words = "finished", "finished"
+    elif record.lag.ending == "stopped":
+        words = "stopped before its end"
     return f'<span class="state {kind}">{words}</span>'
+
+
+def _problem(record: RunRecord) -> str:
+    if record.lag.ending != "failed" or not record.lag.problem:
+        return ""
+    return f'<p class="problem">It failed: {escape(record.lag.problem)}</p>\n'
 
 
 def _tiles(record: RunRecord) -> Iterator[str]:
@@ -240,6 +252,7 @@ header, section { background: #fff; border: 1px solid var(--line); border-radius
 .kind { margin: 0; color: var(--faint); font-size: .85rem; }
 .state { border-radius: 1rem; padding: .1rem .6rem; margin-left: .4rem; font-weight: 600; font-size: .78rem; }
 .finished { background: #e3f4ea; color: #1c6b3f; } .unfinished { background: #fdf0dc; color: #8a5a12; }
+.failed { background: #fbe4e6; color: #8f2430; } .problem { margin: 0 0 1rem; overflow-wrap: anywhere; }
 h1 { margin: .1rem 0 1rem; font-size: 1.7rem; line-height: 1.25; overflow-wrap: anywhere; }
 h2 { margin: 0 0 .75rem; font-size: 1.1rem; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(11.5rem, 1fr)); gap: .9rem 1.25rem; margin: 0; }

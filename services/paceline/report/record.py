@@ -107,7 +107,7 @@ def read_run(run_folder: Path) -> RunRecord:
         missing.append("No training episode was recorded.")
     if lines and not story.evaluations:
         missing.append("No evaluation was recorded.")
-    if lines and not story.finished:
+    if lines and not story.finished and lag.ending is None:
         missing.append("The run has not finished, or was killed: its last records may be absent.")
     lag_rows = story.lag_rows()
     if lines and not lag_rows:
