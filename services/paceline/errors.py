@@ -75,8 +75,17 @@ class StarvedError(LimiterTimeoutError, DeadlineError):
     """The lag bound leaves too few rows to draw a batch; the message names the smallest bound that would do."""
 
 
+class StarvedForGoodError(StarvedError):
+    """And no newer row will come: all that the run asked for are there."""
+
+
 class UnavailableError(PacelineError):
     """A peer or the store is away; worth a retry."""
+
+
+class HelperLostError(UnavailableError):
+    """A process that this one had started is gone, or hangs; nothing is wrong that starting this one again would not
+    mend."""
 
 
 class HandshakeError(UnavailableError):

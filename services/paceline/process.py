@@ -100,6 +100,12 @@ class StopSignal:
         return self._event.wait(seconds)
 
 
+EXIT_STOPPED = 128 + signal.SIGTERM
+"""Exit status, as shells say it, of a launcher's service that was asked to stop before its work was done."""
+EXIT_HELPER_LOST = os.EX_TEMPFAIL
+"""Exit status of a process that lost one which it had started: run again it is as good as before."""
+
+
 def die_with_parent(how: signal.Signals = signal.SIGTERM) -> None:
     """Have the kernel end this process when its parent ends, however it ends. Linux only; elsewhere nothing.
 

@@ -50,6 +50,11 @@ class Training:
     def records(self, kind: str) -> list[dict[str, Any]]:
         return records_of(self.folder, kind)
 
+    def events(self, service: str, event: str) -> list[dict[str, Any]]:
+        """Lines of that event in the log of a service."""
+        lines = (self.folder / "logs" / f"{service}.log").read_text().splitlines()
+        return [record for record in map(_record, lines) if record.get("event") == event]
+
     def environment_steps(self) -> int:
         records = self.records("training")
         return int(records[-1]["environment_steps"]) if records else 0
@@ -72,6 +77,11 @@ class Training:
         found = [pid for pid, line in _children(self.process.pid) if set(words) <= set(line)]
         assert len(found) == 1, f"{words} are {found}"
         return found[0]
+
+    def helper(self, module: str) -> int:
+        """The process id of the one that the learner started of this module."""
+        (found,) = [pid for pid, line in _children(self.child("learner")) if f"paceline.learner.{module}" in line]
+        return found
 
     def child_of(self, program: str) -> int | None:
         """The process id of a child whose program's name holds this word."""

@@ -18,7 +18,7 @@ from integration.peers import RUN_ID
 from integration.replay_harness import Client, free_port, make_config, request, wait_until
 from integration.replay_program import start_replay
 from paceline.config import Config
-from paceline.errors import DeadlineError, StarvedError
+from paceline.errors import DeadlineError, StarvedError, StarvedForGoodError
 from paceline.lag.attribution import PARTS
 from paceline.lag.bound import LagBound, LearnerVersion
 from paceline.lag.publications import Publication, Publications
@@ -233,6 +233,25 @@ def test_rows_beyond_the_bound_are_not_drawn_and_a_bound_that_starves_is_told(re
     assert registry.get_sample_value("paceline_learner_starved_seconds_total") > 0
     client.append(request(2, rows_of([17])))
     assert versions_of(source.next_batch(SECONDS)) == [17] * 20
+
+
+@pytest.mark.parametrize("read", ["follow", "sample", "recent"])
+def test_a_bound_that_starves_a_run_which_has_all_its_rows_is_told_to_be_for_good(
+    redis_server, spawn_ahead, learn, read
+):
+    config = config_of(redis_server.url, read, lag={"max_lag_versions": 3}, run={"environment_steps": 40})
+    spawn_ahead(config).append(request(1, rows_of([1] * 40)))
+    source = learn(config, LearnerMetrics(CollectorRegistry()))
+    source.set_policy_version(20)
+
+    def is_starved_for_good() -> bool:
+        try:
+            source.next_batch(0.2)
+        except DeadlineError as error:
+            return isinstance(error, StarvedForGoodError)
+        return False
+
+    wait_until(is_starved_for_good, "no row will come that the bound lets through")
 
 
 def test_a_learner_that_resumed_draws_the_rows_of_before_until_it_has_moved_on(redis_server, spawn_ahead, learn):

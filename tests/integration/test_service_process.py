@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import structlog
 
 from integration.waiting import wait_until
 from paceline.errors import ServiceFailedError
@@ -29,7 +30,8 @@ def start(tmp_path: Path, *arguments: str, restart_arguments: tuple[str, ...] = 
 @pytest.fixture
 def waiting(tmp_path: Path):
     """A collector that waits for a learner that never comes."""
-    process = start(tmp_path, "collector", "run.id=trial", "learner.address=127.0.0.1:9", max_restarts=1)
+    arguments = ("collector", "--with-parent", "run.id=trial", "learner.address=127.0.0.1:9")
+    process = start(tmp_path, *arguments, max_restarts=1)
     wait_until(lambda: "waiting_for_learner" in process.tail(), seconds=30)
     yield process
     process.terminate()
@@ -69,10 +71,19 @@ def test_a_process_that_a_signal_ended_runs_again_but_not_for_ever(waiting):
         wait_until(waiting.keep_alive, seconds=10)
 
 
-def test_a_process_that_is_asked_to_stop_ends_with_nought(waiting):
+def test_a_process_that_somebody_else_asked_to_stop_runs_again(waiting):
+    old = waiting.pid
+    os.kill(old, signal.SIGTERM)
+    with structlog.testing.capture_logs() as events:
+        wait_until(waiting.keep_alive, seconds=30)
+    assert [event["reason"] for event in events] == ["asked to stop by somebody else"]
+    assert waiting.pid != old
+    assert waiting.is_running()
+
+
+def test_a_process_that_is_asked_to_stop_does(waiting):
     waiting.terminate()
     assert waiting.wait(time.monotonic() + 10)
-    assert waiting.has_ended_well()
 
 
 def test_a_process_that_does_not_stop_is_killed_at_the_deadline(waiting):

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 import torch
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from paceline import config as settings
-from paceline.errors import DeadlineError, NonFiniteError, StarvedError
+from paceline.errors import DeadlineError, NonFiniteError, StarvedError, StarvedForGoodError
 from paceline.lag.attribution import PARTS
 from paceline.lag.bound import LagBound
 from paceline.lag.publications import Publication, Publications
@@ -301,6 +302,24 @@ def test_the_source_is_told_each_new_policy_version():
     source = ScriptedSource(inserted=0)
     Run(source, steps=12, start=Progress(policy_version=1)).loop.run(StopSignal())
     assert source.policy_versions == [2, 3, 4]
+
+
+class StarvedSource(ScriptedSource):
+    """Has rows for three updates, and those that are left are beyond the bound for good."""
+
+    def next_batch(self, seconds: float) -> Batch:
+        if self.inserted >= 3:
+            raise StarvedForGoodError("no batch within 1 s: rows are beyond the bound")
+        return super().next_batch(seconds)
+
+
+def test_a_run_whose_last_rows_are_all_beyond_the_bound_ends_and_says_what_it_left_out():
+    run = Run(StarvedSource(inserted=0), steps=12)
+    with structlog.testing.capture_logs() as events:
+        assert run.loop.run(StopSignal())
+    assert (run.loop.progress.environment_steps, run.loop.progress.learner_step) == (12, 3)
+    assert [event["updates"] for event in events if event["event"] == "updates_left_out"] == [9]
+    assert run.checkpoints[-1] == run.loop.progress
 
 
 class LaggingSource(ScriptedSource):

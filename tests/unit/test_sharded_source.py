@@ -11,9 +11,11 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from paceline.errors import DeadlineError, NotFoundError, StarvedError
+from chi_squared import assert_as_likely_as
+from paceline.errors import DeadlineError, NotFoundError, StarvedError, UnavailableError
 from paceline.learner.metrics import LearnerMetrics
-from paceline.learner.sources import SHARD_BITS, Batch, ShardedSource, sharded
+from paceline.learner.sources import SHARD_BITS, Batch, RowCounts, ShardedSource, sharded
+from paceline.tables.memory import MemorySettings, TableMemory
 
 
 class Shard:
@@ -27,6 +29,8 @@ class Shard:
         self.given = 0
         self.options: dict[str, object] = {}
         self.priorities: dict[int, float] = {}
+        self.counts: RowCounts | None = None
+        self.given_back = 0
         self.version = 0
         self._rows = torch.full((4, 8), number, dtype=torch.uint8)
 
@@ -48,12 +52,90 @@ class Shard:
     def set_policy_version(self, version: int) -> None:
         self.version = version
 
+    def give_back(self, row_count: int) -> None:
+        self.given_back += row_count
+
     def close(self) -> None: ...
 
 
-def join(*shards: Shard, batch_size: int = 30, registry: CollectorRegistry | None = None) -> ShardedSource:
+class TableShard:
+    """Draws from a table in memory; a row is its number in 8 bytes.
+
+    `is_live`: it knows its table at any time, as a source that follows does. Another one only says what it knew when it
+    drew a batch.
+    """
+
+    is_away = False
+
+    def __init__(self, *, rows_at_once: int, is_live: bool = False, **settings: object) -> None:
+        self.memory = TableMemory(MemorySettings(10_000, **settings), 8)
+        self.version = 0
+        self.given_back = 0
+        self.waits: list[float] = []
+        self._is_live = is_live
+        self._random = np.random.default_rng(5)
+        self._rows = torch.empty((rows_at_once, 8), dtype=torch.uint8)
+
+    def append(self, *numbers: int, version: int = 0) -> None:
+        rows = np.array(numbers, np.int64).view(np.uint8).reshape(-1, 8)
+        versions = np.full(len(rows), version)
+        self.memory.append(self.memory.end_row, rows, stored_at=1.0, versions=versions)
+
+    @property
+    def counts(self) -> RowCounts | None:
+        return self._count() if self._is_live else None
+
+    def next_batch(self, seconds: float) -> Batch:
+        self.waits.append(seconds)
+        drawable, starvation = self.memory.drawable(), self.memory.find_starvation(len(self._rows), self.version)
+        if starvation is not None:
+            raise StarvedError(str(starvation))
+        if drawable is not None and drawable < len(self._rows):
+            raise DeadlineError(f"{drawable} draws are left")
+        try:
+            self.memory.sample(self._random, self._rows.numpy(), policy_version=self.version)
+        except UnavailableError as error:
+            raise DeadlineError(str(error)) from error
+        counts = self._count()
+        return Batch(
+            self._rows,
+            counts.table_row_count,
+            counts.inserted_row_count,
+            drawable_row_count=counts.drawable_row_count,
+        )
+
+    def give_back(self, row_count: int) -> None:
+        self.given_back += row_count
+
+    def update_priorities(self, keys, priorities) -> None: ...
+
+    def set_policy_version(self, version: int) -> None:
+        self.version = version
+
+    def close(self) -> None: ...
+
+    def _count(self) -> RowCounts:
+        return RowCounts(self.memory.row_count, self.memory.end_row, self.memory.within_bound(self.version))
+
+
+def join(
+    *shards: Shard | TableShard,
+    batch_size: int = 30,
+    registry: CollectorRegistry | None = None,
+    counts_draws: bool = False,
+) -> ShardedSource:
     metrics = LearnerMetrics(registry or CollectorRegistry())
-    return ShardedSource(shards, batch_size=batch_size, seed=3, metrics=metrics)
+    return ShardedSource(shards, batch_size=batch_size, seed=3, metrics=metrics, counts_draws=counts_draws)
+
+
+def row_numbers(batch: Batch) -> np.ndarray:
+    return batch.rows.numpy().copy().view(np.int64)[:, 0]
+
+
+def count_rows(source: ShardedSource, batch_count: int, row_count: int) -> np.ndarray:
+    """How often each of the rows 0, 1, ... is in the next batches."""
+    drawn = np.concatenate([row_numbers(source.next_batch(1)) for _ in range(batch_count)])
+    return np.bincount(drawn, minlength=row_count)
 
 
 def numbers(batch: Batch) -> list[int]:
@@ -73,7 +155,8 @@ def test_rows_come_from_each_shard_in_proportion_to_its_rows():
     assert abs(counted[0] - 5000) < 245
 
 
-def test_a_shard_that_has_no_rows_yet_is_waited_for():
+def test_a_shard_that_has_no_rows_yet_is_waited_for(monkeypatch):
+    monkeypatch.setattr(sharded, "HELD_BACK_SECONDS", 0.0)
     late = Shard(1, 50)
     late.is_held_back = True
     source = join(Shard(0, 100), late)
@@ -235,3 +318,159 @@ def test_times_come_without_keys_and_rows_within_the_bound_are_counted_over_all_
     assert (batch.table_row_count, batch.drawable_row_count) == (400, 20)
     shards[1].options = {}
     assert join(*shards).next_batch(1).drawable_row_count is None
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "fifo", "lifo"])
+def test_each_row_that_may_be_drawn_once_is_given_though_every_draw_empties_its_shard(monkeypatch, sampler):
+    monkeypatch.setattr(sharded, "HELD_BACK_SECONDS", 0.0)
+    shards = [TableShard(rows_at_once=4, sampler=sampler, max_times_sampled=1) for _ in range(2)]
+    source, given = join(*shards, batch_size=8, counts_draws=True), []
+    for first in range(0, 400, 8):
+        shards[0].append(*range(first, first + 4))
+        shards[1].append(*range(first + 4, first + 8))
+        given += row_numbers(source.next_batch(1)).tolist()
+    assert sorted(given) == list(range(400))
+    with pytest.raises(DeadlineError, match=r"shard 1: 0 draws are left"):
+        source.next_batch(0.01)
+
+
+def test_a_shard_that_was_just_drawn_empty_is_not_waited_for_while_another_has_rows():
+    shards = [TableShard(rows_at_once=4, sampler="fifo", max_times_sampled=1) for _ in range(2)]
+    source = join(*shards, batch_size=4, counts_draws=True)
+    for shard in shards:
+        shard.append(1, 2, 3, 4)
+    for _ in range(2):
+        source.next_batch(1)
+    shards[1].append(*range(5, 25))
+    source.next_batch(1)  # the first may not have been asked before
+    shards[0].waits.clear()
+    for _ in range(4):
+        assert row_numbers(source.next_batch(1)).min() > 4
+    assert set(shards[0].waits) == {0}
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_each_row_within_the_lag_bound_is_as_likely_as_every_other_of_all_shards(is_live):
+    settings = MemorySettings(10_000).bounded(10)
+    shards = [
+        TableShard(rows_at_once=16, is_live=is_live, sampler=settings.sampler, max_lag_versions=10) for _ in range(2)
+    ]
+    shards[0].append(*range(1000, 2000), version=1)
+    shards[0].append(*range(10), version=100)
+    shards[1].append(*range(10, 110), version=100)
+    source = join(*shards, batch_size=32)
+    source.set_policy_version(100)
+    counts = count_rows(source, 1000, 110)
+    assert_as_likely_as(counts, np.full(110, 1 / 110))
+    assert source.next_batch(1).drawable_row_count == 110
+
+
+def test_a_shard_whose_rows_the_lag_bound_has_passed_gives_none_until_it_has_newer_ones():
+    shards = [TableShard(rows_at_once=64, is_live=True, sampler="recent", max_lag_versions=10) for _ in range(2)]
+    for number, shard in enumerate(shards):
+        shard.append(number, version=100)
+    source = join(*shards, batch_size=8)
+    source.set_policy_version(100)
+    assert set(row_numbers(source.next_batch(1)).tolist()) == {0, 1}
+    source.set_policy_version(200)
+    with pytest.raises(StarvedError, match=r"shard 1: no batch can be drawn"):
+        source.next_batch(0.01)
+    shards[1].append(2, version=200)
+    for _ in range(50):
+        assert set(row_numbers(source.next_batch(1)).tolist()) == {2}
+
+
+def test_a_held_back_shard_that_gave_nothing_yet_is_left_out_where_it_is_known_to_have_rows(monkeypatch):
+    monkeypatch.setattr(sharded, "HELD_BACK_SECONDS", 0.0)
+    registry, held = CollectorRegistry(), Shard(1, 50)
+    held.is_held_back, held.counts = True, RowCounts(50, 500)
+    source = join(Shard(0, 100), held, registry=registry)
+    for _ in range(3):
+        batch = source.next_batch(5)
+        assert numbers(batch) == [0] * 30
+        assert (batch.table_row_count, batch.inserted_row_count) == (150, 1500)
+    assert skips(registry, 1) == 3
+    held.is_held_back, held.counts = False, None
+    assert set(numbers(source.next_batch(5))) == {0, 1}
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_a_shard_that_grows_soon_gives_each_row_as_often_as_every_other(is_live):
+    shards = [TableShard(rows_at_once=64, is_live=is_live) for _ in range(2)]
+    shards[0].append(*range(100))
+    shards[1].append(100)
+    source = join(*shards, batch_size=8)
+    source.next_batch(1)
+    shards[1].append(*range(101, 200))
+    for _ in range(2 * sharded.RENEWED_AFTER):
+        source.next_batch(1)
+    assert_as_likely_as(count_rows(source, 2500, 200), np.full(200, 1 / 200))
+
+
+def test_a_source_that_knows_its_rows_at_any_time_gives_its_share_from_the_next_batch_on():
+    small = Shard(1, 1)
+    source = join(Shard(0, 1000), small, batch_size=8)
+    source.next_batch(1)
+    small.row_count, small.counts = 1_000_000, RowCounts(1_000_000, 1_000_000)
+    batch = source.next_batch(1)
+    assert numbers(batch) == [1] * 8
+    assert batch.table_row_count == 1_001_000
+
+
+def test_rows_of_a_small_shard_are_given_soon_after_they_were_drawn_and_what_is_left_goes_back():
+    small = TableShard(rows_at_once=64)
+    source, drawn_before = join(Shard(0, 990), small, batch_size=8), []
+    small.append(*range(10))
+    for _ in range(200):
+        source.next_batch(1)
+        drawn_before.append(len(small.waits))
+    used = 64 * len(small.waits) - small.given_back - source._shards[1].left
+    assert (np.diff(np.flatnonzero(np.diff(drawn_before))) <= sharded.RENEWED_AFTER + 1).all()
+    assert len(small.waits) >= 200 // (sharded.RENEWED_AFTER + 1)
+    assert 0 < used < 40  # of 1,600 rows one in a hundred
+
+
+def test_where_replay_counts_draws_rows_are_used_up_however_old():
+    small = Shard(1, 10, has_details=True)
+    source, keys = join(Shard(0, 990, has_details=True), small, batch_size=8, counts_draws=True), []
+    for _ in range(400):
+        keys += source.next_batch(1).keys.tolist()
+    mine = [key - (1 << SHARD_BITS) for key in keys if key >> SHARD_BITS]
+    assert mine == list(range(len(mine)))
+    assert len(mine) > 8
+    assert small.given_back == 0
+
+
+def test_old_rows_are_given_while_no_others_come():
+    small = Shard(1, 10, has_details=True)
+    source = join(Shard(0, 990, has_details=True), small, batch_size=8)
+    while not small.given:
+        source.next_batch(1)
+    given = small.given
+    small.is_held_back = True
+    keys: list[int] = []
+    while source._shards[1].left > 1:
+        keys += source.next_batch(1).keys.tolist()
+    mine = [key - (1 << SHARD_BITS) for key in keys if key >> SHARD_BITS]
+    assert mine == list(range(given - 1 - len(mine), given - 1))
+    assert small.given_back == 0
+
+
+def test_a_shard_is_not_held_back_for_a_time_in_which_it_had_no_rows_yet(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(sharded.time, "monotonic", lambda: now[0])
+
+    def pass_time(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(time, "sleep", pass_time)
+    late = Shard(1, 100)
+    late.is_held_back = True
+    source = join(Shard(0, 100), late)
+    with pytest.raises(DeadlineError, match="shard 1: no batch"):
+        source.next_batch(2 * sharded.HELD_BACK_SECONDS)
+    late.counts = RowCounts(100, 1000)
+    with pytest.raises(DeadlineError, match="shard 1: no batch"):
+        source.next_batch(0.5 * sharded.HELD_BACK_SECONDS)
+    late.is_held_back = False
+    assert set(numbers(source.next_batch(1))) == {0, 1}

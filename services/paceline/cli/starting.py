@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from paceline import config, process
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, HelperLostError, PacelineError
 
 EXIT_ERROR = 2
 """Something that a person can mend: the message says how. Any other failure ends with a traceback and 1."""
@@ -89,7 +89,8 @@ def start(
                     f"{error.filename}): expected run.directory to be a folder that this user may write to, or may make"
                 ) from error
             raise
-        _exit_at_once()
+        # A launcher that did not ask it to stop starts it again.
+        _exit_at_once(process.EXIT_STOPPED if with_parent and stop.is_set() else 0)
 
 
 def _keeps_from_folder(error: OSError, folder: Path) -> bool:
@@ -101,15 +102,15 @@ def _keeps_from_folder(error: OSError, folder: Path) -> bool:
     return path == folder or path in folder.parents or (path.parent == folder and error.errno in _UNWRITABLE)
 
 
-def _exit_at_once() -> None:
-    """End the process with 0: everything is closed and written, and nothing is left to do.
+def _exit_at_once(status: int) -> None:
+    """End the process: everything is closed and written, and nothing is left to do.
 
     Python would take itself apart first. With torch loaded that is half a second of a core, so on a busy machine it is
     many seconds of a grace period.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 @contextmanager
@@ -121,7 +122,7 @@ def explained() -> Iterator[None]:
         yield
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
-        raise SystemExit(EXIT_ERROR) from error
+        raise SystemExit(process.EXIT_HELPER_LOST if isinstance(error, HelperLostError) else EXIT_ERROR) from error
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         if package == "paceline":

@@ -13,7 +13,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from paceline.config import Config
-from paceline.errors import ConflictError, InvalidInputError, PacelineError, SnapshotError, UnavailableError
+from paceline.errors import (
+    ConflictError,
+    HelperLostError,
+    InvalidInputError,
+    PacelineError,
+    SnapshotError,
+    UnavailableError,
+)
 from paceline.identity import PolicyIdentity, require_same_run
 from paceline.learner.control import Message
 from paceline.learner.endpoint_link import SEND_SECONDS, EndpointLink
@@ -134,7 +141,7 @@ class Endpoint:
             # The memory can grow only when the endpoint looks at none of it.
             wanted = SLOT_COUNT if len(payload) > self._memory.slot_bytes else 1
             if not self._link.wait(lambda: len(self._free_slots) >= wanted, SEND_SECONDS):
-                raise UnavailableError(f"the endpoint takes no snapshot within {SEND_SECONDS:g} s")
+                raise HelperLostError(f"the endpoint takes no snapshot within {SEND_SECONDS:g} s")
             self._memory.grow(len(payload))
             slot = self._free_slots.pop()
             self._memory.write(slot, payload)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from paceline import errors
-from paceline.errors import PacelineError, UnavailableError
+from paceline.errors import HelperLostError, PacelineError, UnavailableError
 from paceline.learner.control import Message, take_messages
 from paceline.process import StopSignal
 
@@ -64,7 +64,7 @@ class EndpointLink:
             except OSError as error:
                 self._receive()
                 # A message may be sent in part: nothing after it would be understood.
-                self._failure = self._failure or UnavailableError(
+                self._failure = self._failure or HelperLostError(
                     f"the endpoint process {self.process.pid} takes no message: {error or 'it hangs'}"
                 )
                 raise self._failure from error
@@ -79,7 +79,7 @@ class EndpointLink:
                 raise self._failure
             code = self.process.poll()
             if code is not None:
-                raise UnavailableError(
+                raise HelperLostError(
                     f"the endpoint process {self.process.pid} ended with exit code {code}: without it no collector "
                     "gets a snapshot, so the learner ends too; resume the run"
                 )

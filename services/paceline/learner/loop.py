@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.config import Config
-from paceline.errors import DeadlineError, StarvedError
+from paceline.errors import DeadlineError, StarvedError, StarvedForGoodError
 from paceline.health import Doing
 from paceline.identity import PolicyIdentity
 from paceline.lag.bound import Starvation
@@ -224,7 +224,7 @@ class Loop:
 
     def _is_at_end(self) -> bool:
         """Whether all is learned that the run asks for: of a queue each row, which comes later than it is stored."""
-        return self._rows_ended if self._is_queue else self._budget.is_spent(self.progress)
+        return self._rows_ended or (not self._is_queue and self._budget.is_spent(self.progress))
 
     def _wait_for_batch(self, stop: StopSignal) -> Batch | None:
         """The next batch, or None when the process is asked to stop first, or no batch will come any more."""
@@ -241,6 +241,9 @@ class Loop:
                 return None
             except DeadlineError as error:
                 self._lag.count()  # no update will have it done for a while
+                if isinstance(error, StarvedForGoodError):
+                    self._leave_out_the_rest(str(error))
+                    return None
                 if isinstance(error, StarvedError):
                     self._note_starvation(str(error), began)
                 elif not said and time.monotonic() - since >= REPORT_WAIT_SECONDS:
@@ -255,6 +258,17 @@ class Loop:
         if not self._starvation_said and seconds >= STARVED_SECONDS:
             self._log.warning("starved_by_lag_bound", reason=reason, starved_seconds=round(seconds, 1))
             self._starvation_said = True
+
+    def _leave_out_the_rest(self, reason: str) -> None:
+        """Every row of the run is there, and all are beyond the bound on the lag: it holds, and the ratio cannot."""
+        steps = self._budget.environment_steps
+        self.progress = replace(self.progress, environment_steps=steps)
+        self._rows_ended = True
+        self._log.warning(
+            "updates_left_out",
+            updates=max(0, self._budget.updates_due(self.progress, steps) - self.progress.learner_step),
+            reason=reason,
+        )
 
     def _update(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Improve the actor by the batch, and have the priorities of its rows follow."""

@@ -27,7 +27,14 @@ from paceline.learner.ledger import Ledger
 from paceline.learner.loop import Loop, Progress
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.published import PublishedVersions
-from paceline.learner.sources import BatchSource, open_followed, open_samples, require_ring_fits
+from paceline.learner.sources import (
+    BatchSource,
+    QueueShards,
+    QueueSource,
+    open_followed,
+    open_samples,
+    require_ring_fits,
+)
 from paceline.learner.training_lag import TrainingLag
 from paceline.process import StopSignal
 from paceline.rows import RowSpec, transition_spec
@@ -233,6 +240,8 @@ class _Training:
         )
         self._health.watch(loop.doing, exempt=("starting", "finishing"))
         finished = loop.run(stop)
+        if isinstance(source, QueueSource | QueueShards):
+            source.consume()  # the last checkpoint holds what the last batch taught
         source.close()
         self._log.info("training_ended", finished=finished, **vars(loop.progress))
         if finished:

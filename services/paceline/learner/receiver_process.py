@@ -12,14 +12,17 @@ It ends when their socket closes, which it does however the training process end
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import grpc
 import numpy as np
 
 from paceline.config import RpcConfig, SecurityConfig
@@ -35,6 +38,8 @@ from paceline.rpc.client import open_channel
 from paceline.rpc.tokens import LEARNER
 from paceline.telemetry import configure_logging, get_logger
 from paceline.v1 import replay_pb2
+
+_TELL_ROWS_SECONDS = 1.0
 
 
 class Orders:
@@ -93,6 +98,7 @@ class Receiver:
         self._row_spec_digest = bytes.fromhex(fields["row_spec_digest"])
         self._details: bool = fields["details"]
         self._times: bool = fields["times"]
+        self._tells_rows: bool = fields["tells_rows"]
         self._seeds = np.random.SeedSequence(fields["seed"])
         self._memory = BatchMemory(
             memory_descriptor,
@@ -102,8 +108,6 @@ class Receiver:
         )
         self._connection, self._sending = connection, threading.Lock()
         self._orders = Orders()
-        self._has_answered = False
-        """Whether a batch, or a part of one, ever came."""
         self._order = replay_pb2.SampleRequest(
             run_id=declaration.run_id,
             table=declaration.table,
@@ -138,6 +142,8 @@ class Receiver:
     def run(self, received: bytearray) -> None:
         """Receive until replay refuses for good. `received`: what came by the socket after the start."""
         threading.Thread(target=self._listen, args=(received,), name="listen", daemon=True).start()
+        if self._tells_rows:
+            threading.Thread(target=self._tell_rows, name="tell-rows", daemon=True).start()
         if self._times:
             self._clock.start()
         try:
@@ -152,8 +158,6 @@ class Receiver:
 
     def _fetch(self) -> None:
         """Open one stream and fill slots from it until it ends. A slot that was filled in part is filled anew."""
-        if not self._has_answered:
-            self._tell_rows()
         stream = self._orders.begin_stream()
         filled = 0
         for response in self._stream.open(
@@ -163,7 +167,6 @@ class Receiver:
             SAMPLE_RESPONSE.deserialize,
         ):
             self._stream.note_answer()
-            self._has_answered = True
             filled = self._take(response, filled)
 
     def _requests(self, stream: int) -> Iterator[replay_pb2.SampleRequest]:
@@ -243,10 +246,15 @@ class Receiver:
             received += data
 
     def _tell_rows(self) -> None:
-        """Tell of rows that are there though no batch may come for long: the ratio may hold samples back."""
-        table = next(each for each in self._clock.describe().tables if each.name == self._order.table)
-        if table.inserted_row_count >= table.limiter.min_row_count:
-            self._send("rows", table_row_count=table.row_count, inserted_row_count=table.inserted_row_count)
+        """Tell how many rows there are, now and then: for long no batch may come that says it, or none be wanted."""
+        while True:
+            tables: Iterable[replay_pb2.TableDescription] = ()
+            with contextlib.suppress(grpc.RpcError):
+                tables = self._clock.describe().tables
+            for table in tables:
+                if table.name == self._order.table and table.inserted_row_count >= table.limiter.min_row_count:
+                    self._send("rows", table_row_count=table.row_count, inserted_row_count=table.inserted_row_count)
+            time.sleep(_TELL_ROWS_SECONDS)
 
     def _tell_cut(self, error: PacelineError, is_away: bool) -> None:
         self._send("cut", error=type(error).__name__, message=str(error), is_away=is_away)

@@ -11,16 +11,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.errors import ServiceFailedError
+from paceline.process import EXIT_HELPER_LOST, EXIT_STOPPED
 from paceline.telemetry import LAST_PAGE_VARIABLE, get_logger
 
 TAIL_LINES = 15
+
+_RESTARTED = {
+    EXIT_STOPPED: "asked to stop by somebody else",
+    EXIT_HELPER_LOST: "lost a process that it had started",
+}
 
 
 class ServiceProcess:
     """One service in a process of its own, with its output in a log file.
 
-    A process that a signal ended is started again, with `restart_arguments` added: nothing is wrong with it that a
-    restart would repeat. One that ended itself with an error is not: the error would come again.
+    A process that a signal ended, or the loss of a process of its own, is started again, with `restart_arguments`
+    added: nothing is wrong with it that a restart would repeat. One that ended itself with an error is not: the error
+    would come again.
     """
 
     def __init__(
@@ -59,7 +66,7 @@ class ServiceProcess:
         return self._process.poll() == 0
 
     def keep_alive(self) -> bool:
-        """Start the process again if a signal ended it; whether that happened.
+        """Start the process again if it has to be; whether that happened.
 
         Raises:
             ServiceFailedError: it ended with an error, or too often; carries its last lines.
@@ -67,13 +74,12 @@ class ServiceProcess:
         status = self._process.poll()
         if status is None or status == 0:
             return False
-        if status > 0 or self.restart_count >= self._max_restarts:
-            why = f"ended with exit code {status}" if status > 0 else f"was ended {self.restart_count + 1} times"
+        reason = _RESTARTED.get(status) if status > 0 else f"ended by {signal.Signals(-status).name}"
+        if reason is None or self.restart_count >= self._max_restarts:
+            why = f"ended with exit code {status}" if reason is None else f"was ended {self.restart_count + 1} times"
             raise ServiceFailedError(f"{self.name} {why}; the last lines of {self._log_path}:\n{self.tail()}")
         self.restart_count += 1
-        get_logger().warning(
-            "service_restarted", name=self.name, signal=signal.Signals(-status).name, count=self.restart_count
-        )
+        get_logger().warning("service_restarted", name=self.name, reason=reason, count=self.restart_count)
         self._process = self._spawn([*self._arguments, *self._restart_arguments])
         return True
 

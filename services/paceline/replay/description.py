@@ -15,6 +15,7 @@ def describe(table: Table) -> pb.TableDescription:
         samples_per_insert=settings.samples_per_insert,
         window_row_count=settings.window_rows,
     )
+    whole = table.is_whole  # before the rows are counted: of a whole table all are
     limiter.deadline.FromMilliseconds(round(settings.deadline_seconds * 1000))
     return pb.TableDescription(
         name=table.name,
@@ -33,6 +34,7 @@ def describe(table: Table) -> pb.TableDescription:
         consumed_row=tiers.consumed if config.queue else None,
         dropped_row_count=tiers.dropped,
         log_bytes=tiers.log_bytes,
+        whole=whole,
         limiter=limiter,
         collectors=[
             pb.CollectorPosition(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paceline.errors import LimiterTimeoutError, StarvedError, UnavailableError
+from paceline.errors import LimiterTimeoutError, StarvedError, StarvedForGoodError, UnavailableError
 from paceline.lag.bound import LearnerVersion, Starvation
 from paceline.replay.metrics import TableMetrics
 from paceline.replay.skipping import BoundedBatch
@@ -127,7 +127,8 @@ class Draws:
                     longest = deadline_seconds if starvation is None else min(deadline_seconds, STARVED_SECONDS)
                     seconds = began + longest - time.monotonic()
                     if seconds <= 0 and starvation is not None:
-                        raise StarvedError(f"table {self._table!r}: {starvation}") from why
+                        kind = StarvedForGoodError if self._limiter.is_complete else StarvedError
+                        raise kind(f"table {self._table!r}: {starvation}") from why
                     if seconds <= 0:
                         raise LimiterTimeoutError(
                             f"sample of table {self._table!r} was held back for {deadline_seconds:g} s: {why}; "

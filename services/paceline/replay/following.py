@@ -15,7 +15,7 @@ from paceline.v1 import replay_pb2 as pb
 MAX_COUNT = 1 << 53
 """Above this a count is no row's: Redis' scripts could not tell neighbours apart."""
 
-_COUNTS = ("from_row", "received_end_row", "sampled_row_count", "consumed_row", "wanted_before")
+_COUNTS = ("from_row", "received_end_row", "sampled_row_count", "consumed_row", "wanted_before", "waived_before")
 
 
 def check_progress(request: pb.FollowRequest) -> None:
@@ -63,6 +63,8 @@ def follow_messages(
         if request.HasField("sampled_row_count"):
             table.limiter.raise_sampled(request.sampled_row_count)
             table.metrics.count_wait("sample", follower.count_wait(request.limiter_wait_seconds))
+        if request.HasField("waived_before"):
+            table.limiter.waive_before(request.waived_before)
         if request.HasField("consumed_row"):
             table.consume(request.consumed_row)
 

@@ -4,6 +4,8 @@ Let deviation = (inserted - min_rows) * samples_per_insert - sampled, in sampled
 to either side of 0: inserts wait at the upper edge, samples at the lower one, and samples wait for `min_rows` first.
 Until these are there no insert waits: the block that brings the last of them may go beyond the upper edge.
 When the table has all the rows it will ever get, samples run free: no insert could release them any more.
+Rows that are too old for the bound on the lag will not be sampled, and only newer ones let samples go on: so inserts do
+not wait for what such rows owe (`waive_before`). It stays owed, and the ratio is made up for with rows that come later.
 
 Two more bounds may hold a side back: inserts wait for room (a queue that is full), samples for rows that may still be
 drawn (`max_times_sampled`). Whoever moves one of these calls `wake`.
@@ -89,6 +91,8 @@ class Limiter:
         """Rows that may be inserted and are not yet."""
         self._granted = 0
         """Rows that may be sampled and are not yet, where `drawable` counts them."""
+        self._waived_before = 0
+        """Key before which no row will be sampled, and inserts wait for none to be; 0: they do for all."""
         self._complete = False
 
     @property
@@ -166,12 +170,31 @@ class Limiter:
                 self._sampled = sampled
                 self._changed.notify_all()
 
+    def waive_before(self, row: int) -> None:
+        """Have inserts pass as if all that rows before key `row` owe had been sampled; never goes back.
+
+        The counts stay what they are. Of what comes after `row`, a window's worth may pass before it is sampled, so any
+        block may.
+        """
+        with self._changed:
+            # Of rows to come nobody can say that; some that are there already are about to be settled.
+            row = min(row, self._inserted + self._reserved)
+            if row > self._waived_before:
+                self._waived_before = row
+                self._changed.notify_all()
+
     def restore(self, *, inserted: int, sampled: int | None = None) -> None:
         """Set the counters to what the record says (None: leave it); the settings stay as they are configured."""
         with self._changed:
             self._inserted = inserted
+            self._waived_before = min(self._waived_before, inserted)
             self._sampled = self._sampled if sampled is None else sampled
             self._changed.notify_all()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no row will come any more."""
+        return self._complete
 
     def complete(self) -> None:
         """No further row will be inserted: from now on samples run free."""
@@ -196,10 +219,13 @@ class Limiter:
         ratio, window = self.settings.samples_per_insert, self.settings.window_rows
         if ratio is None or window is None:
             return 0
-        before = self._inserted + self._reserved
+        before, sampled = self._inserted + self._reserved, float(self._sampled)
         if before < self.settings.min_rows:
             return 0  # no sample could come before this block
-        return (before + row_count - self.settings.min_rows) * ratio - self._sampled - window / 2
+        if self._waived_before:
+            # As at the lower edge, with just these rows.
+            sampled = max(sampled, (self._waived_before - self.settings.min_rows) * ratio + window / 2)
+        return (before + row_count - self.settings.min_rows) * ratio - sampled - window / 2
 
     def _free_batches(self, batch_size: int) -> float:
         return min(self._batches_of_ratio(batch_size), self._batches_of_draws(batch_size))

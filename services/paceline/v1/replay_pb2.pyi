@@ -128,7 +128,7 @@ class UpdatePrioritiesResponse(_message.Message):
     def __init__(self, updated_row_count: _Optional[int] = ..., unknown_row_count: _Optional[int] = ...) -> None: ...
 
 class FollowRequest(_message.Message):
-    __slots__ = ("run_id", "table", "from_row", "sampled_row_count", "consumed_row", "wanted_before", "learner_incarnation", "last_stored_at", "limiter_wait_seconds", "received_end_row")
+    __slots__ = ("run_id", "table", "from_row", "sampled_row_count", "consumed_row", "wanted_before", "learner_incarnation", "last_stored_at", "limiter_wait_seconds", "received_end_row", "waived_before")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     FROM_ROW_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,7 @@ class FollowRequest(_message.Message):
     LAST_STORED_AT_FIELD_NUMBER: _ClassVar[int]
     LIMITER_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_END_ROW_FIELD_NUMBER: _ClassVar[int]
+    WAIVED_BEFORE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     table: str
     from_row: int
@@ -149,7 +150,8 @@ class FollowRequest(_message.Message):
     last_stored_at: float
     limiter_wait_seconds: float
     received_end_row: int
-    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., from_row: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., consumed_row: _Optional[int] = ..., wanted_before: _Optional[int] = ..., learner_incarnation: _Optional[int] = ..., last_stored_at: _Optional[float] = ..., limiter_wait_seconds: _Optional[float] = ..., received_end_row: _Optional[int] = ...) -> None: ...
+    waived_before: int
+    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., from_row: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., consumed_row: _Optional[int] = ..., wanted_before: _Optional[int] = ..., learner_incarnation: _Optional[int] = ..., last_stored_at: _Optional[float] = ..., limiter_wait_seconds: _Optional[float] = ..., received_end_row: _Optional[int] = ..., waived_before: _Optional[int] = ...) -> None: ...
 
 class FollowResponse(_message.Message):
     __slots__ = ("first_row", "row_count", "table_first_row", "inserted_row_count", "sampled_row_count", "complete", "row_spec_digest", "stored_at", "rows_lost", "rows")
@@ -190,7 +192,7 @@ class DescribeTablesResponse(_message.Message):
     def __init__(self, tables: _Optional[_Iterable[_Union[TableDescription, _Mapping]]] = ..., times: _Optional[_Union[_times_pb2.AnswerTimes, _Mapping]] = ...) -> None: ...
 
 class TableDescription(_message.Message):
-    __slots__ = ("name", "row_spec", "capacity_row_count", "row_count", "block_count", "inserted_row_count", "sampled_row_count", "memory_bytes", "limiter", "collectors", "kind", "sampler", "remover", "max_times_sampled", "first_row", "consumed_row", "dropped_row_count", "log_bytes")
+    __slots__ = ("name", "row_spec", "capacity_row_count", "row_count", "block_count", "inserted_row_count", "sampled_row_count", "memory_bytes", "limiter", "collectors", "kind", "sampler", "remover", "max_times_sampled", "first_row", "consumed_row", "dropped_row_count", "log_bytes", "whole")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROW_SPEC_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +211,7 @@ class TableDescription(_message.Message):
     CONSUMED_ROW_FIELD_NUMBER: _ClassVar[int]
     DROPPED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     LOG_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     name: str
     row_spec: _rows_pb2.RowSpec
     capacity_row_count: int
@@ -227,7 +230,8 @@ class TableDescription(_message.Message):
     consumed_row: int
     dropped_row_count: int
     log_bytes: int
-    def __init__(self, name: _Optional[str] = ..., row_spec: _Optional[_Union[_rows_pb2.RowSpec, _Mapping]] = ..., capacity_row_count: _Optional[int] = ..., row_count: _Optional[int] = ..., block_count: _Optional[int] = ..., inserted_row_count: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., limiter: _Optional[_Union[LimiterDescription, _Mapping]] = ..., collectors: _Optional[_Iterable[_Union[CollectorPosition, _Mapping]]] = ..., kind: _Optional[str] = ..., sampler: _Optional[str] = ..., remover: _Optional[str] = ..., max_times_sampled: _Optional[int] = ..., first_row: _Optional[int] = ..., consumed_row: _Optional[int] = ..., dropped_row_count: _Optional[int] = ..., log_bytes: _Optional[int] = ...) -> None: ...
+    whole: bool
+    def __init__(self, name: _Optional[str] = ..., row_spec: _Optional[_Union[_rows_pb2.RowSpec, _Mapping]] = ..., capacity_row_count: _Optional[int] = ..., row_count: _Optional[int] = ..., block_count: _Optional[int] = ..., inserted_row_count: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., limiter: _Optional[_Union[LimiterDescription, _Mapping]] = ..., collectors: _Optional[_Iterable[_Union[CollectorPosition, _Mapping]]] = ..., kind: _Optional[str] = ..., sampler: _Optional[str] = ..., remover: _Optional[str] = ..., max_times_sampled: _Optional[int] = ..., first_row: _Optional[int] = ..., consumed_row: _Optional[int] = ..., dropped_row_count: _Optional[int] = ..., log_bytes: _Optional[int] = ..., whole: _Optional[bool] = ...) -> None: ...
 
 class LimiterDescription(_message.Message):
     __slots__ = ("min_row_count", "samples_per_insert", "window_row_count", "deadline")

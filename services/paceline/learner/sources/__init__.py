@@ -3,7 +3,7 @@
 `BatchSource` is all that the training loop knows.
 """
 
-from paceline.learner.sources.batch import SHARD_BITS, Batch, BatchSource, RowsEndedError, ShardSource
+from paceline.learner.sources.batch import SHARD_BITS, Batch, BatchSource, RowCounts, RowsEndedError, ShardSource
 from paceline.learner.sources.followed import FollowSource
 from paceline.learner.sources.opening import open_followed, open_samples, require_ring_fits
 from paceline.learner.sources.queued import QueueSource
@@ -17,6 +17,7 @@ __all__ = [
     "FollowSource",
     "QueueShards",
     "QueueSource",
+    "RowCounts",
     "RowsEndedError",
     "SampleSource",
     "ShardSource",

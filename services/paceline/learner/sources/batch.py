@@ -82,8 +82,27 @@ class BatchSource(Protocol):
         """Stop fetching."""
 
 
+@dataclass(frozen=True)
+class RowCounts:
+    """Rows of one shard; each field is as that of `Batch`."""
+
+    table_row_count: int = 0
+    inserted_row_count: int = 0
+    drawable_row_count: int | None = None
+
+
 class ShardSource(BatchSource, Protocol):
     """The source of one shard."""
+
+    @property
+    def counts(self) -> RowCounts | None:
+        """Rows of the shard by newer news than the last batch; None: there are none, or it lacks rows for a first one.
+
+        Never waits or asks.
+        """
+
+    def give_back(self, row_count: int) -> None:
+        """So many rows of the batch before the last one were not learned from: have them count as not drawn."""
 
     @property
     def is_away(self) -> bool:

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 
 from paceline.config import RpcConfig
-from paceline.errors import DeadlineError, LimiterTimeoutError, StarvedError, UnavailableError
+from paceline.errors import DeadlineError, LimiterTimeoutError, StarvedError, StarvedForGoodError, UnavailableError
 from paceline.lag.bound import Starvation
 from paceline.learner.metrics import LearnerMetrics
-from paceline.learner.sources.batch import Batch
+from paceline.learner.sources.batch import Batch, RowCounts
 from paceline.learner.sources.device_rows import DeviceRows
 from paceline.learner.sources.follower import Follower
 from paceline.rows import ByteMatrix, RowSpec, numpy_columns
@@ -31,6 +31,9 @@ REPORT_SHARE = 8
 """What was sampled is reported by this fraction (1/8) of the limiter's band: collectors seldom wait for the report."""
 REPORT_SECONDS = 1.0
 """The longest time between two reports while batches are taken."""
+WAIVE_SECONDS = 0.25
+"""While all rows are beyond the bound on the lag, a window's worth of others is let in so often: soon what collectors
+had in flight is through, and those that cannot get the newest policy use up few of the run's steps."""
 
 
 class FollowSource:
@@ -90,13 +93,17 @@ class FollowSource:
         # Where the ratio runs free nobody waits for reports.
         self._report_rows = max(batch_size, (limiter.window_rows or math.inf) / REPORT_SHARE)
         self._reported, self._reported_at = 0, 0.0
+        self._waived_before, self._waived_at = 0, -math.inf
+        """Rows before this key are all beyond the bound on the lag, as replay was told last, and when."""
         self._changed = threading.Condition()
         self._drawing = threading.Lock()
         """Held while the ring is drawn from, so that it is not exchanged meanwhile."""
         self._end = 0
         """Key of the next row to come."""
-        self._received_rows = self._caught_up_rows = 0
-        """Rows that came, and that have to come before the first batch: those that replay had at the start."""
+        self._received_rows = 0
+        self._caught_up_rows: int | None = 0
+        """Rows that have to come before the first batch: those that replay had at the start; None: it had not restored
+        all of them, so none but the key tells."""
         self._caught_up_at: int | None = None
         """The same as a key, since rows may leave replay before they were sent; None: replay has not said."""
         self._inserted = 0
@@ -118,6 +125,18 @@ class FollowSource:
     def is_away(self) -> bool:
         """Whether replay was asked and cannot be reached or serves nobody; batches may come none the less."""
         return self._follower.is_away
+
+    @property
+    def counts(self) -> RowCounts | None:
+        """Rows in the ring now; None until there are so many that a first batch could be drawn, the ratio aside."""
+        memory, has_rows = self._memory, self._limiter.inserted >= self._limiter_settings.min_rows
+        if not (has_rows and self._is_caught_up() and memory.row_count):
+            return None
+        return RowCounts(memory.row_count, self._inserted, memory.within_bound(self._policy_version))
+
+    def give_back(self, row_count: int) -> None:
+        """So many rows that were drawn are not learned from: they count as not sampled."""
+        self._limiter.settle_samples(row_count, 0)
 
     def next_batch(self, seconds: float) -> Batch:
         """The next batch. Raises DeadlineError, with the reason, when there is none within `seconds`.
@@ -158,8 +177,15 @@ class FollowSource:
             if self._caught_up_at is None:
                 self._limiter = Limiter(self._table, self._limiter_settings, sampled=table.sampled_row_count)
                 self._caught_up_at, self._caught_up_rows = table.inserted_row_count, table.row_count
+                if not table.HasField("whole"):
+                    # An older replay, which may have restored but a few of its rows.
+                    self._caught_up_rows = max(table.row_count, self._limiter_settings.min_rows)
+                elif not table.whole:
+                    self._caught_up_rows = None
                 self._reported = self._limiter.sampled
                 return self._request()
+            # A record that lost its end while rows came ends there now.
+            self._caught_up_at = min(self._caught_up_at, table.inserted_row_count)
             self._reported = self._limiter.sampled
             return self._request(from_row=self._end)
 
@@ -168,7 +194,7 @@ class FollowSource:
         with self._drawing, self._changed:
             get_logger().warning("followed_rows_lost", table=self._table, had=self._end)
             self._memory, self._caught_up_at = self._make_memory(), None
-            self._end = self._received_rows = 0
+            self._end = self._received_rows = self._waived_before = 0
 
     def progress(self) -> replay_pb2.FollowRequest:
         """Rows that were ever sampled, from this ring and before."""
@@ -214,10 +240,13 @@ class FollowSource:
                 left = until - time.monotonic()
                 if left <= 0:
                     if self._starvation is not None:
-                        raise StarvedError(f"no batch within {seconds:g} s: {self._starvation}")
+                        is_for_good = self._limiter.is_complete and self._end >= self._inserted
+                        kind = StarvedForGoodError if is_for_good else StarvedError
+                        raise kind(f"no batch within {seconds:g} s: {self._starvation}")
                     raise DeadlineError(f"no batch within {seconds:g} s: {self._why_not()}")
                 began = time.monotonic()
-                self._changed.wait(left)
+                # While there is something to waive, news may come before it may be.
+                self._changed.wait(left if self._starvation is None else min(left, WAIVE_SECONDS))
                 waited = time.monotonic() - began
                 if self._starvation is not None:
                     self._metrics.starved.add(waited, self._starvation.smallest_bound)
@@ -235,7 +264,15 @@ class FollowSource:
         self._starvation = self._memory.find_starvation(self._batch_size, self._policy_version)
         if self._starvation is not None:
             self._limiter.settle_samples(self._batch_size, 0)
+            self._waive()
         return self._starvation is None
+
+    def _waive(self) -> None:
+        """Have replay not hold inserts back for samples of the rows here: without newer ones there will be none."""
+        now = time.monotonic()
+        if self._end > self._waived_before and now - self._waived_at >= WAIVE_SECONDS:
+            self._waived_before, self._waived_at = self._end, now
+            self._follower.report()
 
     def _draw(self) -> tuple[int, int | None]:
         """Fill the batch: rows in the ring, and those of them within the bound on the lag. 0: there are none now."""
@@ -255,13 +292,16 @@ class FollowSource:
     def _is_caught_up(self) -> bool:
         if self._caught_up_at is None:
             return False
-        return self._end >= self._caught_up_at or self._received_rows >= self._caught_up_rows
+        if self._end >= self._caught_up_at:
+            return True
+        return self._caught_up_rows is not None and self._received_rows >= self._caught_up_rows
 
     def _request(self, from_row: int | None = None) -> replay_pb2.FollowRequest:
         return replay_pb2.FollowRequest(
             from_row=from_row,
             sampled_row_count=self._limiter.sampled,
             limiter_wait_seconds=self._held_back_seconds,
+            waived_before=self._waived_before or None,
         )
 
     def _report(self) -> None:
@@ -272,6 +312,11 @@ class FollowSource:
     def _why_not(self) -> str:
         if self._follower.is_away or self._caught_up_at is None:
             return self._follower.reason
+        if not self._is_caught_up() and self._caught_up_rows is None:
+            return (
+                f"{self._received_rows} rows came so far, and replay is restoring others from its record, which ends "
+                f"at row {self._caught_up_at}"
+            )
         if not self._is_caught_up():
             return f"{self._received_rows} of the {self._caught_up_rows} rows that replay has came so far"
         same = Limiter(

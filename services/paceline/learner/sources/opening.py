@@ -69,6 +69,7 @@ def open_samples(
             has_priorities=sampler == "prioritised",
             times=config.lag.attribution,
             is_bounded=config.lag.max_lag_versions is not None and draws_alike,
+            tells_rows=shards > 1,
             learner=learner_version,
         )
         for shard, (address, shard_seed) in enumerate(
@@ -151,7 +152,14 @@ def _joined(
 ) -> BatchSource:
     if len(sources) == 1:
         return sources[0]
-    return ShardedSource(sources, batch_size=config.learner.batch_size, seed=seed, metrics=metrics)
+    is_bounded = config.replay.tables[config.learner.table].max_times_sampled is not None
+    return ShardedSource(
+        sources,
+        batch_size=config.learner.batch_size,
+        seed=seed,
+        metrics=metrics,
+        counts_draws=not config.follows and (is_bounded or config.samples_per_insert() is not None),
+    )
 
 
 def _shard_seeds(seed: int, shards: int) -> list[int]:

@@ -16,14 +16,14 @@ import torch
 
 from paceline import errors
 from paceline.config import RpcConfig, SecurityConfig
-from paceline.errors import DeadlineError, PacelineError, StarvedError, UnavailableError
+from paceline.errors import DeadlineError, HelperLostError, PacelineError, StarvedError, StarvedForGoodError
 from paceline.lag.bound import LearnerVersion, Starvation
 from paceline.lag.clock import ClockOffset
 from paceline.learner.batch_memory import BatchMemory
 from paceline.learner.control import Message, take_messages
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.replay_stream import FLOWING
-from paceline.learner.sources.batch import Batch
+from paceline.learner.sources.batch import Batch, RowCounts
 from paceline.rows import RowSpec
 from paceline.rpc.client import NO_SECURITY
 from paceline.rpc.wire import row_spec_to_wire
@@ -33,6 +33,8 @@ _SEND_SECONDS = 10.0
 """The receiving process has to take a message by then; it does within milliseconds."""
 _EXIT_SECONDS = 5.0
 """The receiving process has to be gone so long after the socket was closed."""
+
+_STARVED: dict[str, type[StarvedError]] = {kind.__name__: kind for kind in (StarvedError, StarvedForGoodError)}
 
 
 class SampleSource:
@@ -60,6 +62,7 @@ class SampleSource:
         has_priorities: bool = False,
         times: bool = False,
         is_bounded: bool = False,
+        tells_rows: bool = False,
         learner: LearnerVersion | None = None,
     ) -> None:
         """Start the process, which begins to fetch.
@@ -69,6 +72,7 @@ class SampleSource:
             times: batches say when their rows were stored.
             is_bounded: the bound on the lag keeps rows from being drawn, and the others are drawn all alike; batches
                 say how many these are.
+            tells_rows: `counts` is kept up to date; replay is asked every second.
             learner: its newest version at the start, which the first order says; None: nothing is said until
                 `set_policy_version`, and then of no learner.
         """
@@ -84,11 +88,12 @@ class SampleSource:
         self._empty: list[int] = []
         self._policy_version = int(learner)
         self._buffer = bytearray()
-        self._is_starved = False
+        self._why_none: type[DeadlineError] = DeadlineError
         self._reason = f"replay at {address} has not answered yet"
         self._failure: PacelineError | None = None
         self.is_away = False
         """Replay was asked, and cannot be reached or serves nobody."""
+        self._counts: RowCounts | None = None
         mine, theirs = socket.socketpair()
         with theirs:
             descriptors = (theirs.fileno(), self._memory.descriptor)
@@ -115,6 +120,7 @@ class SampleSource:
                     "slot_count": prefetch + 1,
                     "has_priorities": has_priorities,
                     "times": times,
+                    "tells_rows": tells_rows,
                     "details": has_priorities or times or is_bounded,
                     "seed": seed,
                     "base_version": learner.base_version,
@@ -127,6 +133,13 @@ class SampleSource:
         )
         self._order(list(range(prefetch)))
         self._spare = [prefetch]
+
+    @property
+    def counts(self) -> RowCounts | None:
+        """What replay said of its rows since the last batch came, if they are enough for one, the ratio aside."""
+        if self._failure is None:
+            self._receive()
+        return self._counts
 
     def next_batch(self, seconds: float) -> Batch:
         """The next batch. Raises DeadlineError, with the reason, when there is none within `seconds`.
@@ -141,11 +154,10 @@ class SampleSource:
                 raise self._failure
             began = time.monotonic()
             has_news = select.select([self._incoming], [], [], max(until - began, 0))[0]
-            if self._is_starved:
+            if issubclass(self._why_none, StarvedError):
                 self._metrics.starved.add(time.monotonic() - began, Starvation.read_smallest_bound(self._reason))
             if not has_news:
-                kind = StarvedError if self._is_starved else DeadlineError
-                raise kind(f"no batch within {seconds:g} s: {self._reason}")
+                raise self._why_none(f"no batch within {seconds:g} s: {self._reason}")
             self._receive()
         fields = self._ready.popleft().fields
         self._give_back()
@@ -170,6 +182,9 @@ class SampleSource:
     def set_policy_version(self, version: int) -> None:
         """Note the newest policy version; the next order says it."""
         self._policy_version = version
+
+    def give_back(self, row_count: int) -> None:
+        """What replay drew stays drawn."""
 
     def close(self) -> None:
         """End the receiving process."""
@@ -211,7 +226,7 @@ class SampleSource:
         if not data:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(_EXIT_SECONDS)
-            self._failure = UnavailableError(
+            self._failure = HelperLostError(
                 f"the receiving process {self.process.pid} ended with exit code {self.process.poll()}: without it no "
                 "rows come, so the learner ends too; its log says more. Resume the run"
             )
@@ -225,10 +240,14 @@ class SampleSource:
         match message.kind:
             case "batch":
                 self._ready.append(message)
-                self._reason, self.is_away, self._is_starved = FLOWING, False, False
+                self._counts = None
+                self._reason, self.is_away, self._why_none = FLOWING, False, DeadlineError
+            case "rows":
+                if self._in_use is None or not self._is_bounded:  # of those within the bound only batches say
+                    self._counts = RowCounts(**fields)
             case "cut":
                 self._reason, self.is_away = fields["message"], fields["is_away"]
-                self._is_starved = fields["error"] == StarvedError.__name__
+                self._why_none = _STARVED.get(fields["error"], DeadlineError)
                 self._metrics.sample_failures.labels(fields["error"]).inc()
             case "clock":
                 offset = ClockOffset(fields["seconds"], fields["uncertainty_seconds"])

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.errors import DeadlineError
+from paceline.errors import DeadlineError, StarvedError, StarvedForGoodError
 from paceline.learner.metrics import LearnerMetrics
-from paceline.learner.sources.batch import SHARD_BITS, Batch, RowsEndedError, ShardSource
+from paceline.learner.sources.batch import SHARD_BITS, Batch, RowCounts, RowsEndedError, ShardSource
 from paceline.learner.sources.queued import QueueSource
 
 _LOOK_UP_SECONDS = 0.1
@@ -22,7 +22,10 @@ _LOOK_UP_SECONDS = 0.1
 HELD_BACK_SECONDS = 1.0
 """A shard whose limiter lets no sample pass is waited for so long; then the others give what it would have given."""
 _TURN_SECONDS = 0.005
-"""While no queue has a batch, each is waited for so long in turn."""
+"""While no shard has a batch, each is waited for so long in turn."""
+RENEWED_AFTER = 8
+"""Batches that the rows which a shard drew at once may go into, where they may be drawn anew. Shards of like size need
+two; renewed so seldom, no more than an eighth of what is drawn goes to waste."""
 
 
 @dataclass
@@ -32,9 +35,9 @@ class _Shard:
     source: ShardSource
     batch: Batch | None = None
     used: int = 0
-    table_row_count: int = 0
-    inserted_row_count: int = 0
-    drawable_row_count: int | None = 0
+    age: int = 0
+    """Batches that were begun since it came."""
+    counts: RowCounts = field(default_factory=RowCounts)
     waits_since: float | None = None
     """Its limiter has let nothing pass since then, though it was asked."""
     is_held_back: bool = False
@@ -46,23 +49,68 @@ class _Shard:
         return 0 if self.batch is None else len(self.batch.rows) - self.used
 
     @property
+    def weight(self) -> int:
+        """Rows that may be drawn from it, as far as is known, so each row of all shards is as likely as the others."""
+        if self.counts.drawable_row_count is not None:
+            return self.counts.drawable_row_count
+        # With `max_times_sampled` its batch may have taken all that there were.
+        return self.counts.table_row_count or self.left
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it ever had rows enough for a batch."""
+        return self.counts.inserted_row_count > 0
+
+    @property
     def is_here(self) -> bool:
         """Whether it may be counted on."""
         return self.left > 0 or not (self.source.is_away or self.is_held_back)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether others give less than they could while it has no batch: collectors that have yet to begin will."""
+        return self.is_here and (self.weight > 0 or not self.has_begun)
+
+    def look(self) -> None:
+        """Take over what its source knows of its rows, if that is news."""
+        self.counts = self.source.counts or self.counts
+
+    def drop(self) -> None:
+        """Have no batch take what is left."""
+        if self.left:
+            self.source.give_back(self.left)
+        self.batch = None
 
 
 class ShardedSource:
     """Batches that mix rows of all shards: each row's shard is drawn with a probability in proportion to its rows.
 
+    Of a table with a bound on the lag those within the bound count. How many there are is known from the shard's last
+    batch, or better where its source has newer news. Such a batch is of a fixed size and used up row by row.
+
+    A batch of a shard with few rows would last for hundreds of updates. What is left of it after `RENEWED_AFTER` gives
+    way to another, if one is there without waiting. A source that follows has what was left count as not drawn. Where
+    replay counts draws (`counts_draws`) each row is used, however old: it might never come again, or the ratio would
+    hold the shard back for rows that nobody learned from.
+
     A shard that is away is left out, which is counted, until it is back. One that its limiter holds back is waited for,
     and after a while left out, too: its collectors may all be gone. The others are sampled no more often for it than
-    the ratio says, since each has a limiter of its own.
+    the ratio says, since each has a limiter of its own. One that never had rows enough is waited for as long as it
+    takes, and one that just has none to draw is not waited for while others have.
     """
 
-    def __init__(self, sources: Sequence[ShardSource], *, batch_size: int, seed: int, metrics: LearnerMetrics) -> None:
-        """`sources` may give batches of any size: they are used up row by row."""
+    def __init__(
+        self,
+        sources: Sequence[ShardSource],
+        *,
+        batch_size: int,
+        seed: int,
+        metrics: LearnerMetrics,
+        counts_draws: bool = False,
+    ) -> None:
+        """`counts_draws`: replay bounds draws, by a ratio or of each row, and they cannot be given back."""
         self._shards = [_Shard(source) for source in sources]
-        self._batch_size, self._metrics = batch_size, metrics
+        self._batch_size, self._metrics, self._counts_draws = batch_size, metrics, counts_draws
         for number in range(len(sources)):
             metrics.shard_skips.labels(str(number))  # served as 0: the first one is no growth otherwise
         self._random = np.random.default_rng(seed)
@@ -81,18 +129,14 @@ class ShardedSource:
         """
         until = time.monotonic() + seconds
         while not self._gather(until):
-            left = until - time.monotonic()
-            if left <= 0:
-                raise DeadlineError(
-                    f"no batch within {seconds:g} s: no shard of replay has rows to give, each is away or empty"
-                )
-            time.sleep(min(left, _LOOK_UP_SECONDS))
+            self._wait_for_any(until, seconds)
         assert self._rows is not None
-        drawable = [shard.drawable_row_count for shard in self._shards]
+        counts = [shard.counts for shard in self._shards]
+        drawable = [each.drawable_row_count for each in counts if each.inserted_row_count]
         return Batch(
             self._rows,
-            sum(shard.table_row_count for shard in self._shards),
-            sum(shard.inserted_row_count for shard in self._shards),
+            sum(each.table_row_count for each in counts),
+            sum(each.inserted_row_count for each in counts),
             drawable_row_count=None if None in drawable else sum(each or 0 for each in drawable),
             **self._details,
         )
@@ -121,15 +165,14 @@ class ShardedSource:
             DeadlineError: a shard that is not away gave none until then, and no other could instead.
         """
         if self._wanted is None:
-            for number, shard in enumerate(self._shards):
-                # Such a one is asked without waiting unless it has no rows yet: it may be back.
-                if not shard.left and (not shard.is_here or not shard.table_row_count):
-                    self._fetch(number, until)
+            for number in range(len(self._shards)):
+                self._look_at(number, until)
             wanted = self._draw(self._batch_size)
             if wanted is None:
                 return False
             self._wanted, self._filled = wanted, 0
             for number, shard in enumerate(self._shards):
+                shard.age += 1
                 if not shard.is_here:
                     self._metrics.shard_skips.labels(str(number)).inc()
         for number, shard in enumerate(self._shards):
@@ -137,11 +180,12 @@ class ShardedSource:
                 if shard.left or self._fetch(number, until):
                     self._copy(number)
                     continue
-                # It went away amid the batch, or is held back: the others give what it would have given.
+                # It went away amid the batch, or is held back or empty: the others give what it would have given.
                 instead = self._draw(int(self._wanted[number]))
                 if instead is None:
                     return False
-                self._metrics.shard_skips.labels(str(number)).inc()
+                if not shard.is_here:
+                    self._metrics.shard_skips.labels(str(number)).inc()
                 self._wanted[number] = 0
                 self._wanted += instead
         if self._wanted.any():  # of a shard before the one that went away
@@ -149,9 +193,40 @@ class ShardedSource:
         self._wanted = None
         return True
 
+    def _look_at(self, number: int, until: float) -> None:
+        """Bring up to date what is known of a shard before a batch, and its own batch if that is old or used up."""
+        shard = self._shards[number]
+        shard.look()
+        if shard.left and not shard.weight:
+            shard.drop()  # the bound on the lag has passed them all
+        if shard.left:
+            if shard.age >= RENEWED_AFTER and not self._counts_draws:
+                self._ask(shard)
+        elif not (shard.is_here and shard.weight):
+            self._fetch(number, until)  # it may be back
+
+    def _wait_for_any(self, until: float, seconds: float) -> None:
+        """Wait for a moment, in which a shard may come to have rows to give. Raises DeadlineError, with the reason."""
+        reason: DeadlineError | None = None
+        for number, shard in enumerate(self._shards):
+            if shard.left or shard.source.is_away:
+                continue
+            try:
+                self._take(shard, shard.source.next_batch(min(max(until - time.monotonic(), 0), _TURN_SECONDS)))
+                return
+            except DeadlineError as error:
+                reason = _of_shard(number, error)
+        left = until - time.monotonic()
+        if left <= 0:
+            raise reason or DeadlineError(
+                f"no batch within {seconds:g} s: no shard of replay has rows to give, each is away"
+            )
+        if reason is None:
+            time.sleep(min(left, _LOOK_UP_SECONDS))
+
     def _draw(self, row_count: int) -> npt.NDArray[np.int64] | None:
         """How many of so many rows come from each shard; None when none of them is here."""
-        weight = np.array([shard.table_row_count * shard.is_here for shard in self._shards], np.float64)
+        weight = np.array([shard.weight * shard.is_here for shard in self._shards], np.float64)
         if not weight.any():
             return None
         self._share = weight / weight.sum()
@@ -159,42 +234,48 @@ class ShardedSource:
         return drawn
 
     def _fetch(self, number: int, until: float) -> bool:
-        """Take a shard's next batch; False when it is away or held back. Raises DeadlineError, with its reason."""
+        """Take a shard's next batch. False: it is away, held back or empty. Raises DeadlineError, with its reason."""
         shard = self._shards[number]
         while True:
             now = time.monotonic()
             left = until - now
-            wait = min(max(left, 0), _LOOK_UP_SECONDS) if shard.is_here else 0
+            wait = min(max(left, 0), _LOOK_UP_SECONDS) if shard.is_waited_for else 0
             try:
                 self._take(shard, shard.source.next_batch(wait))
                 return True
             except DeadlineError as error:
-                if not shard.is_here:
+                shard.look()
+                if not shard.is_waited_for:
                     return False
-                # A wait may go on over several calls. One without rows has collectors that are about to begin.
-                since = shard.waits_since = now if shard.waits_since is None else shard.waits_since
-                if shard.table_row_count and now - since >= HELD_BACK_SECONDS and self._can_another(number):
-                    shard.is_held_back = True
-                    return False
+                if shard.has_begun:
+                    # A wait may go on over several calls.
+                    since = shard.waits_since = now if shard.waits_since is None else shard.waits_since
+                    if now - since >= HELD_BACK_SECONDS and self._can_another(number):
+                        shard.is_held_back = True
+                        return False
                 if left <= wait:
-                    raise type(error)(f"shard {number}: {error}") from error
+                    raise _of_shard(number, error) from error
 
     def _can_another(self, number: int) -> bool:
         """Whether a shard other than this one has rows to give, or may have soon."""
         for other, shard in enumerate(self._shards):
             if other != number:
                 if not shard.is_here:
-                    with suppress(DeadlineError):
-                        self._take(shard, shard.source.next_batch(0))
+                    self._ask(shard)
                 if shard.is_here:
                     return True
         return False
 
+    def _ask(self, shard: _Shard) -> None:
+        """Take a shard's next batch if it is there."""
+        with suppress(DeadlineError):
+            self._take(shard, shard.source.next_batch(0))
+
     def _take(self, shard: _Shard, batch: Batch) -> None:
-        shard.batch, shard.used = batch, 0
+        shard.drop()
+        shard.batch, shard.used, shard.age = batch, 0, 0
         shard.waits_since, shard.is_held_back = None, False
-        shard.table_row_count, shard.inserted_row_count = batch.table_row_count, batch.inserted_row_count
-        shard.drawable_row_count = batch.drawable_row_count
+        shard.counts = RowCounts(batch.table_row_count, batch.inserted_row_count, batch.drawable_row_count)
 
     def _copy(self, number: int) -> None:
         """Move rows of a shard's batch into the batch in the making, as many as are there and wanted."""
@@ -222,6 +303,12 @@ class ShardedSource:
         return self._details[name]
 
 
+def _of_shard(number: int, error: DeadlineError) -> DeadlineError:
+    # That one has no row for good says nothing of the others.
+    kind = StarvedError if isinstance(error, StarvedForGoodError) else type(error)
+    return kind(f"shard {number}: {error}")
+
+
 class QueueShards:
     """Batches of several queues, each batch of one of them, in turn as they have one."""
 
@@ -237,7 +324,7 @@ class QueueShards:
             RowsEndedError: every row of every shard was in a batch.
         """
         until = time.monotonic() + seconds
-        self._sources[self._turn].consume()
+        self.consume()
         while True:
             ended = 0
             for _ in self._sources:
@@ -255,6 +342,10 @@ class QueueShards:
                 raise reason
             if time.monotonic() >= until:
                 raise DeadlineError(f"shard {self._turn}: {reason}")
+
+    def consume(self) -> None:
+        """The last batch was learned from."""
+        self._sources[self._turn].consume()
 
     def update_priorities(self, keys: npt.NDArray[np.int64], priorities: npt.NDArray[np.float32]) -> None:
         """Rows of a queue have no priorities."""
