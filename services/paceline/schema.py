@@ -149,7 +149,7 @@ def _replay() -> list[Metric]:
                 bad="near what the network carries", do="bring learner and replay closer, or add shards"),
         counter("consumed_rows_total", "rows", "Rows of a queue that its follower consumed.", _TABLE,
                 bad="flat while rows come", do="see what the learner spends its time on"),
-        counter("dropped_rows_total", "rows", "Rows that a full queue dropped before any follower got them.", _TABLE,
+        counter("dropped_rows_total", "rows", "Rows that a full queue dropped before anybody learned from them.", _TABLE,
                 bad="above a twentieth of the appended rows", do="use fewer collectors, or overflow: block"),
         counter("replaced_followers_total", "times", "Followers that a newer one took over from.", _TABLE,
                 bad="growing: two learners take turns", do="stop one of them"),
@@ -262,7 +262,7 @@ def _learner() -> list[Metric]:
               bad="above the time between two snapshots: parts blur", do="bring the hosts closer"),
         counter("non_finite_total", "times",
                 "Updates of the run whose loss, gradient or weights were NaN or infinite; each ends the learner.",
-                bad="above 0", do="resume from an earlier checkpoint with lower learning rates; look at the rewards"),
+                bad="above 0", do="resume with lower learning rates (the last checkpoint is finite); look at the rewards"),
         histogram("snapshot_publish_seconds", "seconds", "Seconds that the training loop spends on one snapshot.",
                   bad="above a tenth of the time between two", do="raise learner.publish_every_updates"),
         histogram("checkpoint_seconds", "seconds", "Seconds that one checkpoint takes.",
@@ -340,7 +340,7 @@ def _endpoint() -> list[Metric]:
         gauge("evaluation_version", "versions", "Policy version of the newest evaluation.",
               bad="far behind the published one", do="raise evaluator.every_versions, or lower its episodes"),
         gauge("evaluation_return_mean", "return", "Mean return of the newest evaluation.",
-              bad="falling for long", do="look at lag and losses; resume from an earlier checkpoint"),
+              bad="falling for long", do="look at lag and losses; lower the learning rates"),
     ]
 
 

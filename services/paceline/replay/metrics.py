@@ -106,7 +106,7 @@ class ReplayMetrics:
         )
         self.dropped_rows = counter(
             "dropped_rows_total",
-            "Rows that a full queue dropped before any follower got them. Growing: the learner is too slow for it.",
+            "Rows that a full queue dropped before anybody learned from them. Growing: the learner is too slow for it.",
             "table",
         )
         self.replaced_followers = counter(
