@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -233,6 +235,40 @@ def test_rows_beyond_the_bound_are_not_drawn_and_a_bound_that_starves_is_told(re
     assert registry.get_sample_value("paceline_learner_starved_seconds_total") > 0
     client.append(request(2, rows_of([17])))
     assert versions_of(source.next_batch(SECONDS)) == [17] * 20
+
+
+@pytest.mark.parametrize("read", ["sample", "recent"])
+def test_rows_beyond_the_bound_hold_no_inserts_back_where_replay_draws(redis_server, spawn_ahead, learn, read):
+    config = make_config(
+        redis_server.url,
+        port=free_port(),
+        limiter={"min_rows": 64, "deadline_seconds": 60.0},
+        replay={"read": "sample"},
+        table={} if read == "sample" else {"sampler": "recent", "recent": {"max_lag_versions": 3}},
+        learner={"updates": "strict", "updates_per_step": 1.0, "batch_size": 16, "prefetch_batches": 1},
+        collector={"block_rows": 64, "max_blocks_in_flight": 4},
+        lag={"max_lag_versions": 3},
+    )
+    client, source = spawn_ahead(config), learn(config, LearnerMetrics(CollectorRegistry()))
+    client.append(request(1, rows_of([1] * 64)))
+    source.next_batch(SECONDS)
+    source.set_policy_version(10)
+
+    def append() -> None:
+        for sequence in range(2, 10):
+            client.append(request(sequence, rows_of([10 if sequence == 9 else 1] * 64)))
+
+    thread = threading.Thread(target=append, daemon=True)
+    thread.start()
+
+    def is_new() -> bool:
+        with suppress(DeadlineError):
+            return set(versions_of(source.next_batch(0.2))) == {10}
+        return False
+
+    wait_until(is_new, "the rows of the newest policy come")
+    thread.join(SECONDS)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("read", ["follow", "sample", "recent"])

@@ -115,6 +115,7 @@ class Draws:
         self, sample: Callable[[], Drawn | None], find_starvation: Callable[[], Starvation | None], ended: Ended
     ) -> Drawn | None:
         deadline_seconds, began = self._limiter.settings.deadline_seconds, time.monotonic()
+        waived = False
         with self._changed:
             while True:
                 try:
@@ -124,6 +125,10 @@ class Draws:
                     if error is not None:
                         raise error from why
                     starvation = find_starvation()
+                    if starvation is not None and not waived:
+                        # Without newer rows there will be no draw; a window's worth of them is let in for each wait.
+                        self._limiter.waive_before(self._limiter.inserted)
+                        waived = True
                     longest = deadline_seconds if starvation is None else min(deadline_seconds, STARVED_SECONDS)
                     seconds = began + longest - time.monotonic()
                     if seconds <= 0 and starvation is not None:
