@@ -94,11 +94,12 @@ def answering(health: Health | None, others: Callable[..., Any]) -> Callable[...
     return application
 
 
-def ask(target: str, *, ready: bool = False) -> tuple[bool, str]:
+def ask(target: str, *, ready: bool = False, seconds: float = ASK_SECONDS) -> tuple[bool, str]:
     """Ask a process whether it is alive, or ready: the answer, and its reason.
 
     Args:
         target: the port of its /metrics on this machine, `host:port`, or the URL that stands before /metrics.
+        seconds: how long the answer may take.
     """
     base = target.rstrip("/").removesuffix("/metrics")
     if base.isdecimal():
@@ -109,7 +110,7 @@ def ask(target: str, *, ready: bool = False) -> tuple[bool, str]:
     # No proxy of the environment: what is asked is beside us.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=ASK_SECONDS) as answer:
+        with opener.open(url, timeout=seconds) as answer:
             return True, answer.read(1000).decode(errors="replace").strip()
     except urllib.error.HTTPError as error:
         with error:

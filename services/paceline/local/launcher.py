@@ -9,6 +9,7 @@ from pathlib import Path
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from paceline import health
 from paceline.config import Config
 from paceline.envs import describe_environment
 from paceline.errors import DeadlineError, HandshakeError, NotFoundError, PacelineError, UnavailableError
@@ -17,7 +18,7 @@ from paceline.local.embedded import EmbeddedRedis
 from paceline.local.ports import choose_address
 from paceline.local.processes import ServiceProcess
 from paceline.local.run_folder import RunFolder, open_run_folder
-from paceline.local.scrape import Page, read_last_page, read_page
+from paceline.local.scrape import SCRAPE_SECONDS, Page, read_last_page, read_page
 from paceline.local.status import StatusReader, Watched
 from paceline.local.tally import Ending, Tally
 from paceline.process import StopSignal, limit_threads
@@ -38,6 +39,8 @@ READ_SECONDS = 2.0
 """How often their metrics are read at least: what a process that is killed counted after that is lost with it."""
 WRITE_SECONDS = 5.0
 """How often what they counted is written down."""
+ASK_SECONDS = 5.0
+"""How often they are asked whether they make progress."""
 
 _MESSAGE = "paceline: "
 """How a service begins the line in which it says why it ends."""
@@ -82,10 +85,14 @@ def run(config: Config, *, resume: bool, plain: bool, stop: StopSignal, environm
                 display.say("every service is up: training")
             reader = StatusReader(Watched.of(config, title, began=time.monotonic()), services.pages)
             read, show, write = _Every(READ_SECONDS), _Every(display.interval_seconds), _Every(WRITE_SECONDS)
+            ask = _Every(ASK_SECONDS)
             while not stop.is_set() and not services.look_after():
                 if redis is not None and redis.process.poll() is not None:
                     redis.restart()
                     display.say("the embedded Redis server had ended and runs again, on the same data")
+                if ask.is_due():
+                    for sentence in services.ask_health():
+                        display.say(sentence)
                 if show.is_due():
                     display.show(reader.read())
                 elif read.is_due():
@@ -156,6 +163,7 @@ class _Services:
         self._addresses["replay.address"] = ",".join(replay["replay.listen"] for replay in self._replays)
         self._processes: list[ServiceProcess] = []
         self.tally = Tally(folder.path, config.run_id)
+        self._stuck: set[str] = set()
         self.learner: ServiceProcess
 
     def start(self) -> None:
@@ -205,6 +213,20 @@ class _Services:
         for process in self._processes:
             process.keep_alive()
         return self.learner.has_ended_well()
+
+    def ask_health(self) -> list[str]:
+        """A sentence on each process that makes no progress any more, and on each that makes some again."""
+        sentences = []
+        for process in self._processes:
+            for name, port in process.metrics_ports.items():
+                is_well, reason = health.ask(str(port), seconds=SCRAPE_SECONDS)
+                if is_well and name in self._stuck:
+                    self._stuck.remove(name)
+                    sentences.append(f"{name} goes on")
+                elif not is_well and reason.startswith("its loop") and name not in self._stuck:
+                    self._stuck.add(name)
+                    sentences.append(f"{name} is stuck: {reason}; it goes on as it is, Ctrl-C ends the run")
+        return sentences
 
     def pages(self) -> dict[str, Page]:
         """The metrics of every process that answers, by its name."""
