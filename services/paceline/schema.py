@@ -263,7 +263,7 @@ def _learner() -> list[Metric]:
               bad="above the time between two snapshots: parts blur", do="bring the hosts closer"),
         counter("non_finite_total", "times",
                 "Updates of the run whose loss, gradient or weights were NaN or infinite; each ends the learner.",
-                bad="above 0", do="look at the rewards; resume with lower learning rates, the last checkpoint is finite"),
+                bad="above 0", do="look at the rewards; resume with lower learning rates"),
         histogram("snapshot_publish_seconds", "seconds", "Seconds that the training loop spends on one snapshot.",
                   bad="above a tenth of the time between two", do="raise learner.publish_every_updates"),
         histogram("checkpoint_seconds", "seconds", "Seconds that one checkpoint takes.",
