@@ -376,7 +376,7 @@ def test_a_stopped_endpoint_ends_with_the_training_process_and_is_in_nobodys_way
     start_learner()
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_no_version_comes_twice_and_no_restart_needs_a_hand_whoever_is_killed_when(
     tmp_path: Path, start_learner: Callable[..., Learner], rounds: int
 ) -> None:

@@ -19,7 +19,7 @@ from paceline.rows import Column, RowSpec
 from paceline.v1 import replay_pb2 as pb
 from redis_servers import start_redis
 
-SECONDS = float(os.environ.get("PACELINE_SOAK_SECONDS", "60"))
+SECONDS = float(os.environ.get("PACELINE_SOAK_SECONDS", "30"))
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS + 240)]
 

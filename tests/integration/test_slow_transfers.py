@@ -160,7 +160,7 @@ def test_a_relay_fetches_a_snapshot_however_long_its_transfer_takes(peers: Peers
     endpoint = peers.endpoint()
     header, payload = make_snapshot(1, size=SLOWLY * 4)
     endpoint.publish(header, payload)
-    relay = peers.relay(peers.way(endpoint.port, 8 << 20).port)
+    relay = peers.relay(peers.way(endpoint.port, SLOWLY).port)
     assert peers.client(relay.port).fetch_version(1).payload == payload
     assert relay.page()["paceline_relay_fetch_seconds_sum"] > LONGEST_WAIT_SECONDS
     assert served_and_failed(relay) == (1, 0)

@@ -408,7 +408,7 @@ def test_with_the_smallest_bound_on_draws_that_is_accepted_both_sides_go_on(shap
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["uniform", "fifo", "lifo"])
-@settings_of_examples(max_examples=30, deadline=None)
+@settings_of_examples(max_examples=8, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 2**32 - 1))
 def test_with_the_smallest_bound_on_draws_that_is_accepted_both_sides_go_on_for_long(shape, sampler, seed):
     traffic = Traffic(smallest_accepted(sampler, shape), sampler, shape, seed)
