@@ -14,7 +14,7 @@ from redis_record import read_record
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-STEPS = 700
+STEPS = 500
 """So many that a table of 400 rows is full and a bound of 50 versions skips rows."""
 TABLE = "replay.tables.transitions"
 

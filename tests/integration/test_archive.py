@@ -731,28 +731,26 @@ QUICK = ("collector.count=1", "evaluator.enabled=false", "learner.batch_size=32"
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("by_folder", [True, False])
-def test_a_run_that_was_imported_is_trained_on(tmp_path, by_folder):
+def test_a_run_that_was_imported_is_trained_on(tmp_path):
     said = paceline("train", *QUICK, "run.environment_steps=1200", cwd=tmp_path)
     assert said.returncode == 0, said.stderr
     server = EmbeddedRedis.start(tmp_path / "runs" / "first" / "redis")
     try:
-        if by_folder:
-            assert paceline("replay", "export", "first", "first.tar", cwd=tmp_path).returncode == 0
-        else:
-            with closing(RunRecord(server.url, "first")) as record:
-                export_run(record, tmp_path / "first.tar", progress=nothing)
+        assert paceline("replay", "export", "first", "settings.tar", cwd=tmp_path).returncode == 0
+        with closing(RunRecord(server.url, "first")) as record:
+            export_run(record, tmp_path / "none.tar", progress=nothing)
     finally:
         server.stop()
 
-    said = paceline("replay", "import", "first.tar", "--as", "again", "--into", "runs/again", cwd=tmp_path)
-    assert said.returncode == 0, said.stderr
-    command = said.stdout.rstrip().rpartition(": paceline ")[2].split()
-    if by_folder:
-        assert command == ["train", "runs/again", "--resume"]
-    else:
-        assert command == ["train", "CONFIG", "run.id=again", "run.directory=runs", "--resume"]
-        command[1] = "runs/first"
+    def command_after_import(file: str, run_id: str) -> list[str]:
+        said = paceline("replay", "import", file, "--as", run_id, "--into", f"runs/{run_id}", cwd=tmp_path)
+        assert said.returncode == 0, said.stderr
+        return said.stdout.rstrip().rpartition(": paceline ")[2].split()
+
+    assert command_after_import("settings.tar", "other") == ["train", "runs/other", "--resume"]
+    command = command_after_import("none.tar", "again")
+    assert command == ["train", "CONFIG", "run.id=again", "run.directory=runs", "--resume"]
+    command[1] = "runs/first"
     said = paceline(*command, "run.environment_steps=1500", "--plain", cwd=tmp_path)
     assert said.returncode == 0, said.stderr
     described = json.loads(paceline("replay", "inspect", "again", "--json", cwd=tmp_path).stdout)["tables"][0]
