@@ -23,13 +23,12 @@ TABLE = "replay.tables.transitions"
     "settings",
     [
         ("replay.read=follow",),
-        ("replay.read=sample",),
         (f"{TABLE}.sampler=prioritised", f"{TABLE}.remover=lowest_priority", f"{TABLE}.capacity_rows=400"),
         (f"{TABLE}.sampler=recent", f"{TABLE}.recent.max_lag_versions=50"),
         ("learner.algorithm.n_step=3",),
         ("collector.block_form=compact", "collector.block_rows=32", "collector.environments=4"),
     ],
-    ids=["follow", "sample", "prioritised", "recent", "n-step", "compact"],
+    ids=["follow", "prioritised", "recent", "n-step", "compact"],
 )
 def test_a_run_ends_with_all_its_steps_and_updates(train: Callable[..., Training], settings: tuple[str, ...]):
     training = train(f"run.environment_steps={STEPS}", "evaluator.enabled=false", *settings)
