@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -91,6 +92,7 @@ def open_admitted(open_store, url: str) -> RedisStore:
 
 
 REFUSALS = [
+    "ERR DB index is out of range",
     "NOAUTH Authentication required.",
     "WRONGPASS invalid username-password pair or user is disabled.",
     "NOPERM User default has no permissions to run the 'evalsha' command",
@@ -107,7 +109,7 @@ STATES = [
     *((refusal, UnavailableError, grpc.StatusCode.UNAVAILABLE) for refusal in REFUSALS),
     ("ERR something else", PacelineError, grpc.StatusCode.INTERNAL),
 ]
-STATE_IDS = [f"{reply.split()[0]}-script" if "script" in reply else reply.split()[0] for reply, _, _ in STATES]
+STATE_IDS = ["-".join(re.findall(r"^\w+|script|DB", reply)) for reply, _, _ in STATES]
 
 
 @pytest.mark.parametrize(("reply", "error_type", "code"), STATES, ids=STATE_IDS)
@@ -120,7 +122,7 @@ def test_each_state_of_redis_has_its_error_and_its_code_and_ends_with_it(faulty,
             attempt()
         assert type(caught.value) is error_type
         assert code_of(caught.value) is code
-        assert (error_type in RETRYABLE) == (reply[:3] != "ERR")
+        assert (error_type in RETRYABLE) == (error_type is not PacelineError)
     faulty.fault = None
     resume_after_pause(store)
     assert save(store) == "out_of_step"  # it reaches Redis again
@@ -149,7 +151,7 @@ def test_a_refusal_at_the_start_is_an_error_of_the_configuration_each_time(fault
         store.claim(resume=False)
     faulty.fault = reply
     for attempt in (lambda: save(store), lambda: store.command("GET", "x"), store.check) * 2:
-        with pytest.raises(ConfigError, match=r"does not admit us|forbids a command"):
+        with pytest.raises(ConfigError, match=r"does not admit us|forbids a command|has no database"):
             attempt()
     faulty.fault = None
     assert store.command("GET", "x") is None  # no pause hides that a person has mended it

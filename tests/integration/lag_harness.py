@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ from paceline.learner.collector_reports import CollectorReports
 from paceline.learner.endpoint_metrics import EndpointMetrics
 from paceline.learner.registry import RunRegistry
 from paceline.learner.run_service import RunDescription, RunService
-from paceline.process import StopSignal
+from paceline.process import StopSignal, own_time
 from paceline.rows import transition_spec
 from paceline.rpc.server import AioServer
 from paceline.rpc.wire import row_spec_to_wire, snapshot_header_to_wire
@@ -210,7 +209,7 @@ class LagRun:
         self,
         folder: Path,
         *,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = own_time,
         learner_clock: Callable[[], float] | None = None,
         lag: dict[str, Any] | None = None,
         n_step: int = 1,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-import time
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from paceline import process
 from paceline.config import build
 from paceline.process import StopSignal, tune_allocator
 from paceline.replay.main import run
@@ -19,16 +19,15 @@ _FORKS.set_forkserver_preload(["paceline.replay.main", "pytest"])
 
 def start_replay(tree: dict[str, Any], *, resume: bool = False, shard: int = 0, ahead: float = 0.0) -> BaseProcess:
     """A new process that serves replay with the configuration `tree`, its clock `ahead` seconds before this one's."""
-    process = _FORKS.Process(target=_serve, args=(tree, resume, shard, ahead), daemon=True)
-    process.start()
-    return process
+    replay = _FORKS.Process(target=_serve, args=(tree, resume, shard, ahead), daemon=True)
+    replay.start()
+    return replay
 
 
 def _serve(tree: dict[str, Any], resume: bool, shard: int, ahead: float) -> None:
     tune_allocator()
     stop = StopSignal.install()
     if ahead:
-        nanoseconds, clock = int(ahead * 1e9), time.time_ns
-        time.time_ns = lambda: clock() + nanoseconds  # what replay stamps with; gRPC's deadlines go by time.time
+        process._EPOCH_NS += int(ahead * 1e9)  # of what replay stamps with
     configure_logging("replay")
     run(build(tree), resume=resume, stop=stop, shard=shard)

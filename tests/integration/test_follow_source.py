@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 from prometheus_client import CollectorRegistry
 
 from integration.scripted_replay import RPC, RUN, SECONDS, SPEC, TABLE, ScriptedReplay
 from integration.waiting import wait_until
 from paceline.errors import DeadlineError, RunMismatchError
 from paceline.learner.metrics import LearnerMetrics
-from paceline.learner.sources import Batch, FollowSource, followed
+from paceline.learner.sources import Batch, FollowSource, followed, follower
 from paceline.rows import numpy_columns
 from paceline.rpc.client import open_channel
 from paceline.tables.limiter import LimiterSettings
@@ -225,6 +226,33 @@ def test_what_is_not_reported_yet_is_before_a_wait(replay, follow, monkeypatch):
     with pytest.raises(DeadlineError):
         source.next_batch(0.05)
     service.wait_for(lambda: service.sampled == 7 * 260, "what was sampled is reported")
+
+
+def test_what_is_not_reported_yet_is_before_the_close(replay, follow, monkeypatch):
+    monkeypatch.setattr(followed, "REPORT_SECONDS", 1e9)
+    service = replay()
+    service.append(100)
+    source = follow(service, limiter=LimiterSettings(100, 4.0, 4000, SECONDS), batch_size=260)
+    for _ in range(3):
+        source.next_batch(SECONDS)
+    assert source._reported == 2 * 260
+    source.close()
+    assert service.sampled == 3 * 260
+
+
+def test_a_source_that_cannot_report_what_it_sampled_closes_soon_and_says_why(replay, follow, monkeypatch):
+    monkeypatch.setattr(follower, "LAST_REPORT_SECONDS", 0.2)
+    service = replay()
+    service.append(100)
+    source = follow(service)
+    source._follower.report = lambda: None
+    source.next_batch(SECONDS)
+    with structlog.testing.capture_logs() as events:
+        source.close()
+        source.close()
+    (warning,) = [event for event in events if event["event"] == "samples_not_reported"]
+    assert warning["sampled_row_count"] == 16
+    assert warning["reason"] == "it has not said so yet"
 
 
 def test_a_replay_that_forgot_reports_is_told_again(replay, follow):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
@@ -150,6 +151,25 @@ def test_the_true_offset_of_real_clocks_is_within_what_is_said_of_it(lag_run, sk
         uncertainty += DRIFT * (done - began) + 1e-6
         for stamp in ("collected_at", "sealed_at"):
             assert began - uncertainty <= row[stamp] - skew <= done + uncertainty
+
+
+def test_a_clock_that_is_set_amid_the_run_changes_neither_an_age_nor_a_stamp(lag_run, monkeypatch):
+    run = lag_run()
+    with capture_logs() as logs:
+        run.start()
+        GATE.take()
+        seconds, nanoseconds = time.time, time.time_ns
+        monkeypatch.setattr(time, "time", lambda: seconds() + 3600)
+        monkeypatch.setattr(time, "time_ns", lambda: nanoseconds() + 3600 * 10**9)
+        assert 0 < run.endpoint.value("snapshot_age_seconds") < 60
+        run.publish_through(2)
+        GATE.take(3)
+        rows = run.rows(4)
+    for stamp in ("policy_applied_at", "collected_at", "sealed_at"):
+        assert 0 < np.ptp(rows[stamp]) < 60
+    assert rows["policy_version"].tolist() == [1, 1, 2, 2]
+    assert abs(run.value("clock_offset_seconds")) < 1
+    assert "clock_was_set" not in {line["event"] for line in logs}
 
 
 def test_over_the_bound_no_step_is_taken_until_a_newer_snapshot_acts(lag_run):

@@ -352,6 +352,39 @@ def test_files_of_tls_that_no_connection_could_use_are_refused_at_once(start_wit
     Record(f"{url}={files['ca']}&ssl_certfile={both}", resume=False).close()
 
 
+def test_a_certificate_that_is_changed_under_a_running_process_is_waited_for(start_with_tls, tmp_path):
+    server, port, files = start_with_tls(**{"tls-auth-clients": "no"})
+    record = Record(f"rediss://localhost:{port}/0?ssl_ca_certs={files['ca']}", resume=False)
+    other = {name: tmp_path / f"other-{name}.pem" for name in ("certificate", "key")}
+    certificate = trustme.CA().issue_cert("localhost")
+    certificate.private_key_pem.write_to_path(other["key"])
+    certificate.cert_chain_pems[0].write_to_path(other["certificate"])
+
+    def present(files: dict[str, Path]) -> None:
+        with redis.Redis.from_url(server.url) as client:
+            names = ("tls-cert-file", files["certificate"], "tls-key-file", files["key"])
+            client.execute_command("CONFIG", "SET", *map(str, names))
+            client.client_kill_filter(skipme=True)
+
+    def is_refused() -> bool:
+        try:
+            record.store.command("PING")
+        except UnavailableError as error:
+            return "cannot agree on TLS" in str(error)
+        return False
+
+    try:
+        record.append(0)
+        record.store.note_admitted()
+        present(other)
+        wait_until(is_refused)
+        present(files)
+        wait_until(lambda: _answers(record))
+        assert record.numbers() == [0]
+    finally:
+        record.close()
+
+
 def test_a_server_that_cannot_prove_who_it_is_is_refused(start_with_tls, tmp_path):
     _, port, files = start_with_tls(**{"tls-auth-clients": "no"})
     with pytest.raises(ConfigError, match=r"cannot agree on TLS.*name its CA by ssl_ca_certs="):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.process import StopSignal, limit_threads, require_python, tune_allocator
+from paceline.process import StopSignal, limit_threads, own_time, own_time_ns, require_python, tune_allocator
 
 ON_GLIBC = os.confstr("CS_GNU_LIBC_VERSION") if hasattr(os, "confstr") else None
 
@@ -40,6 +40,22 @@ def test_a_tuned_process_keeps_freed_buffers_instead_of_faulting_them_in_again()
 @pytest.mark.skipif(not ON_GLIBC, reason="mallopt is glibc's")
 def test_tuning_says_that_it_took_effect_on_glibc():
     assert tune_allocator() is True
+
+
+def test_own_time_is_the_systems_until_that_is_set_and_then_goes_on_as_before(monkeypatch):
+    assert own_time() == pytest.approx(time.time(), abs=1)
+    before = own_time_ns()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    monkeypatch.setattr(time, "time_ns", lambda: 0)
+    assert before < own_time_ns() < before + 60 * 10**9
+    assert before < own_time() * 1e9 < before + 60 * 10**9
+
+
+def test_processes_that_are_started_together_have_the_same_own_time():
+    code = "from paceline import process; print(process._EPOCH_NS)"
+    epochs = [int(subprocess.check_output([sys.executable, "-c", code], timeout=60)) for _ in range(4)]
+    # A hundred microseconds: readings that were interrupted, each time, differ by milliseconds.
+    assert max(epochs) - min(epochs) < 100_000
 
 
 def test_one_compute_thread_is_set_where_nothing_is_said():

@@ -12,7 +12,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from chi_squared import assert_as_likely_as
-from paceline.errors import DeadlineError, NotFoundError, StarvedError, UnavailableError
+from paceline.errors import DeadlineError, NotFoundError, StarvedError, StarvedForGoodError, UnavailableError
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.sources import SHARD_BITS, Batch, RowCounts, ShardedSource, sharded
 from paceline.tables.memory import MemorySettings, TableMemory
@@ -306,6 +306,28 @@ def test_a_shard_that_the_lag_bound_starves_says_so():
     starved.refusal = StarvedError("with lag.max_lag_versions=8 they would do")
     with pytest.raises(StarvedError, match=r"shard 1: with lag\.max_lag_versions=8"):
         join(Shard(0, 100), starved).next_batch(0.01)
+
+
+@pytest.mark.parametrize("drawn", [0, 1])
+def test_shards_that_are_all_starved_for_good_end_it_and_not_before_the_last_one_is(drawn):
+    shards = [Shard(0, 100), Shard(1, 50)]
+    for shard in shards:
+        shard.options = {"drawable_row_count": 10}
+    source = join(*shards, batch_size=4)
+    for _ in range(drawn):
+        source.next_batch(1)
+    shards[1].refusal = StarvedForGoodError("of shard 1, with lag.max_lag_versions=8 they would do")
+    for _ in range(20):
+        batch = source.next_batch(1)
+    assert set(numbers(batch)) == {0}
+    shards[0].refusal = DeadlineError("the limiter holds samples back")
+    for _ in range(3):
+        with pytest.raises(DeadlineError, match=r"shard 0: the limiter") as raised:
+            source.next_batch(0.01)
+        assert not isinstance(raised.value, StarvedError)
+    shards[0].refusal = StarvedForGoodError("of shard 0")
+    with pytest.raises(StarvedForGoodError, match=r"shard 1: of shard 1, with lag\.max_lag_versions=8"):
+        source.next_batch(5)
 
 
 def test_times_come_without_keys_and_rows_within_the_bound_are_counted_over_all_shards():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -25,7 +24,7 @@ from paceline.health import Health
 from paceline.lag.bound import LagBound, require_reachable
 from paceline.lag.injection import make_injector
 from paceline.lag.trace import TraceWriter
-from paceline.process import StopSignal
+from paceline.process import StopSignal, own_time
 from paceline.replica import InjectedStaging, LearnerClock, ReplicaOwner, SnapshotPoller, Staging, Standings, join
 from paceline.rpc.client import open_channel
 from paceline.rpc.tokens import COLLECTOR
@@ -37,7 +36,7 @@ _LAST_REPORT_SECONDS = 2.0
 """At the end, how long finished episodes may wait to be reported."""
 
 
-def run(config: Config, *, index: int | None, stop: StopSignal, clock: Callable[[], float] = time.time) -> None:
+def run(config: Config, *, index: int | None, stop: StopSignal, clock: Callable[[], float] = own_time) -> None:
     """Collect rows for the run until it has all of them, or until the stop.
 
     Args:

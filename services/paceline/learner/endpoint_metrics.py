@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
@@ -15,6 +14,7 @@ from prometheus_client.registry import Collector
 from paceline.identity import PolicyIdentity
 from paceline.lag.publications import Publication, Publications
 from paceline.learner.registry import CollectorState, RunRegistry
+from paceline.process import own_time
 from paceline.serving.metrics import PollMetrics
 from paceline.telemetry import LAG_BUCKETS, SECONDS_BUCKETS
 
@@ -30,7 +30,7 @@ class EndpointMetrics(Collector):
     absent until it is known; so are the series of a collector that fell silent.
     """
 
-    def __init__(self, registry: CollectorRegistry, run: RunRegistry, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, registry: CollectorRegistry, run: RunRegistry, clock: Callable[[], float] = own_time) -> None:
         """`clock` gives seconds since 1970."""
         self._run, self._clock = run, clock
         self._published: PolicyIdentity | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -36,7 +35,7 @@ from paceline.learner.sources import (
     require_ring_fits,
 )
 from paceline.learner.training_lag import TrainingLag
-from paceline.process import StopSignal
+from paceline.process import StopSignal, own_time
 from paceline.rows import RowSpec, transition_spec
 from paceline.rpc.client import Backoff, call_until_answered, open_channel
 from paceline.rpc.tokens import LEARNER
@@ -321,7 +320,7 @@ class _Training:
     def _publish(self, progress: Progress) -> None:
         self._metrics.set_policy_version(progress.policy_version)
         actor = self._algorithm.actor
-        payload, now = pack_state(actor), time.time()
+        payload, now = pack_state(actor), own_time()
         self._endpoint.publish(
             make_header(
                 actor,

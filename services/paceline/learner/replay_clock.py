@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 
 import grpc
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.lag.clock import ClockOffset, PeerClock
+from paceline.process import own_time
 from paceline.rpc.wire import seconds_of
 from paceline.v1 import replay_pb2, replay_pb2_grpc
 
@@ -53,13 +53,17 @@ class ReplayClock:
         if self._thread is not None:
             self._thread.join(5)
 
-    def describe(self) -> replay_pb2.DescribeTablesResponse:
-        """What replay has in its tables; the answer's times are taken in. Raises grpc.RpcError."""
-        sent = time.time()
+    def describe(self, seconds: float | None = None) -> replay_pb2.DescribeTablesResponse:
+        """What replay has in its tables, asked for at most `seconds`; the answer's times are taken in.
+
+        Raises:
+            grpc.RpcError: it did not answer.
+        """
+        sent = own_time()
         answer: replay_pb2.DescribeTablesResponse = self._stub.DescribeTables(
-            self._request, timeout=self._deadline_seconds
+            self._request, timeout=self._deadline_seconds if seconds is None else seconds
         )
-        received = time.time()
+        received = own_time()
         if answer.HasField("times"):
             there, answered = seconds_of(answer.times.received_at), seconds_of(answer.times.answered_at)
             with self._lock:
@@ -69,7 +73,7 @@ class ReplayClock:
     def offset(self) -> ClockOffset | None:
         """Replay's clock minus the learner's; None while unknown."""
         with self._lock:
-            return self._peer.offset(time.time())
+            return self._peer.offset(own_time())
 
     def to_own(self, times: Seconds) -> Seconds:
         """Times of replay's by the learner's clock; 0 where they are not known, or the offset is not."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from paceline.lag.publications import Publications
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.row_metrics import Trained
 from paceline.learner.sources import Batch
+from paceline.process import own_time
 from paceline.rows import NUMPY_TYPES, ByteMatrix, RowSpec
 
 ROWS_AT_ONCE = 4096
@@ -44,7 +44,7 @@ class TrainingLag:
         bound: LagBound,
         publications: Publications | None,
         metrics: LearnerMetrics,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = own_time,
     ) -> None:
         """Begin with no row.
 

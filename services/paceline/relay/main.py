@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from threading import Lock
@@ -15,7 +14,7 @@ from paceline.errors import ConfigError
 from paceline.health import Health
 from paceline.identity import PolicyIdentity
 from paceline.lag.clock import ClockOffset, PeerClock
-from paceline.process import StopSignal
+from paceline.process import StopSignal, own_time
 from paceline.relay.metrics import RelayMetrics
 from paceline.relay.reports import PendingReports
 from paceline.relay.upstream import MAX_POLL_SHARE, Events, RoundTrip, Upstream
@@ -33,7 +32,7 @@ TURN_SECONDS = 1.0
 """How often the event loop shows that it turns."""
 
 
-def run(config: Config, *, stop: StopSignal, clock: Callable[[], float] = time.time) -> None:
+def run(config: Config, *, stop: StopSignal, clock: Callable[[], float] = own_time) -> None:
     """Serve snapshots until the stop; a run that is finished may go on, so its end is no reason to end.
 
     Args:

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from paceline.identity import PolicyIdentity
 from paceline.lag.clock import ClockOffset
+from paceline.process import own_time
 from paceline.serving.metrics import PollMetrics
 from paceline.telemetry import SECONDS_BUCKETS
 
@@ -31,7 +32,7 @@ class RelayMetrics(Collector):
         *,
         collector_count: Callable[[], int],
         clock_offset: Callable[[], ClockOffset | None],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = own_time,
     ) -> None:
         """Begin with nothing known.
 

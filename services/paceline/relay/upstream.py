@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 from paceline.config import RpcConfig
 from paceline.errors import InvalidInputError, PacelineError, SnapshotError
 from paceline.identity import PROTOCOL_VERSION, PolicyIdentity, is_newer, require_same_run
-from paceline.process import StopSignal
+from paceline.process import StopSignal, own_time
 from paceline.relay.reports import PendingReports
 from paceline.rpc.client import Backoff
 from paceline.rpc.polls import SnapshotPolls
@@ -71,7 +71,7 @@ class Upstream:
         run_id: str,
         rpc: RpcConfig,
         poll_seconds: float,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = own_time,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         """Poll what `channel` leads to.

@@ -365,7 +365,7 @@ class RedisLink:
                 )
             )
         if isinstance(error, RedisConnectionError) and any(word in text for word in _STRANGE_PEER):
-            return ConfigError(
+            return self._as_refusal(
                 f"Redis at {self.shown} and we cannot agree on TLS: {text}; name its CA by ssl_ca_certs= in "
                 "replay.redis_url, and a certificate of ours by ssl_certfile= and ssl_keyfile= where it wants one; use "
                 "rediss:// where it speaks TLS and redis:// where it does not"
@@ -383,7 +383,7 @@ class RedisLink:
                 UnavailableError(f"Redis at {self.shown} cannot be reached: {text}; is it running?{perhaps}")
             )
         if any(word in text for word in _NO_DATABASE):
-            return ConfigError(
+            return self._as_refusal(
                 f"Redis at {self.shown} has no database {self._pool.connection_kwargs.get('db')}: {text}; expected a "
                 "number below its setting databases, which is 16 unless redis.conf says otherwise"
             )

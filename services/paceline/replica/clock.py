@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from threading import Lock
 
 from paceline.lag.clock import ClockOffset, PeerClock
+from paceline.process import own_time
 from paceline.rpc.wire import seconds_of
 from paceline.telemetry import get_logger
 from paceline.v1 import times_pb2
@@ -15,7 +15,7 @@ from paceline.v1 import times_pb2
 class LearnerClock:
     """Tells the learner's time. `note_poll` belongs to the polling thread, `now` and `stamp` to the acting one."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = own_time) -> None:
         """`clock` is this process's own, in seconds since 1970."""
         self.own = clock
         self._peer, self._lock = PeerClock(), Lock()

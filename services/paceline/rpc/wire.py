@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from paceline.errors import InvalidInputError, RowSpecError, SnapshotError
 from paceline.identity import PolicyIdentity
+from paceline.process import own_time_ns
 from paceline.rows import MAX_COLUMN_COUNT, Column, RowSpec
 from paceline.rpc.bulk import Buffer, Bulk
 from paceline.snapshot import MAX_TENSOR_COUNT, SnapshotHeader, TensorDescription
@@ -112,7 +112,7 @@ def identity_from_wire(message: parameters_pb2.PolicyIdentity) -> PolicyIdentity
 
 def timestamp(seconds: float | None = None) -> Timestamp:
     """The message of a time in seconds since 1970; now when none is given."""
-    nanos = time.time_ns() if seconds is None else round(seconds * 1e9)
+    nanos = own_time_ns() if seconds is None else round(seconds * 1e9)
     return Timestamp(seconds=nanos // 10**9, nanos=nanos % 10**9)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ import grpc.aio
 from paceline.errors import InvalidInputError, PacelineError, ProtocolMismatchError, UnavailableError
 from paceline.identity import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, PolicyIdentity, is_newer, require_same_run
 from paceline.lag.clock import ClockOffset
+from paceline.process import own_time
 from paceline.rpc.wire import identity_from_wire, timestamp
 from paceline.serving.metrics import PollMetrics
 from paceline.serving.publication import Publication, ServedSnapshot
@@ -63,7 +63,7 @@ class ParameterService:
         metrics: PollMetrics,
         *,
         silence_seconds: float,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = own_time,
         clock_offset: Callable[[], ClockOffset | None] = lambda: OWN_CLOCK,
     ) -> None:
         """Serve what is published.

@@ -95,6 +95,7 @@ class FollowSource:
         self._reported, self._reported_at = 0, 0.0
         self._waived_before, self._waived_at = 0, -math.inf
         """Rows before this key are all beyond the bound on the lag, as replay was told last, and when."""
+        self._is_closed = False
         self._changed = threading.Condition()
         self._drawing = threading.Lock()
         """Held while the ring is drawn from, so that it is not exchanged meanwhile."""
@@ -168,7 +169,20 @@ class FollowSource:
         self._policy_version = version
 
     def close(self) -> None:
-        """Stop following."""
+        """Stop following, once replay has noted what was sampled: the next learner's limiter goes on from there."""
+        if self._caught_up_at is not None and not (self._is_closed or self.is_away):
+            self._is_closed = True
+            self._report()
+            reason = self._follower.wait_until_noted(lambda table: table.sampled_row_count >= self._limiter.sampled)
+            if reason is not None:
+                get_logger().warning(
+                    "samples_not_reported",
+                    table=self._table,
+                    shard=self._shard,
+                    sampled_row_count=self._limiter.sampled,
+                    reason=reason,
+                    meaning="the next learner samples as many rows more as were not counted",
+                )
         self._follower.close()
 
     def begin(self, table: replay_pb2.TableDescription) -> replay_pb2.FollowRequest:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import grpc
@@ -17,9 +18,15 @@ from paceline.learner.replay_clock import ReplayClock
 from paceline.learner.replay_stream import ReplayStream
 from paceline.rows import ByteMatrix, RowSpec
 from paceline.rpc.bulk import FOLLOW_RESPONSE, Bulk
+from paceline.rpc.status import raising
 from paceline.rpc.wire import row_spec_to_wire
 from paceline.telemetry import get_logger
 from paceline.v1 import replay_pb2
+
+LAST_REPORT_SECONDS = 2.0
+"""A source that closes waits so long for replay to have noted its progress."""
+LOOK_SECONDS = 0.02
+"""How often replay is asked whether it has noted what was done."""
 
 
 class Reader(Protocol):
@@ -117,6 +124,24 @@ class Follower:
             self._has_news = True
             self._changed.notify_all()
 
+    def wait_until_noted(self, is_noted: Callable[[replay_pb2.TableDescription], bool]) -> str | None:
+        """Wait until replay's description of the table says that all progress is noted; why it does not, or None.
+
+        A report that is on its way is lost with the stream: whoever closes waits for it.
+        """
+        until = time.monotonic() + LAST_REPORT_SECONDS
+        reason = "it has not said so yet"
+        while self.failure is None and (left := until - time.monotonic()) > 0:
+            try:
+                with raising(self._peer):
+                    if is_noted(self._table_of(self._clock.describe(left))):
+                        return None
+            except PacelineError as error:
+                reason = str(error)
+            with self._changed:
+                self._changed.wait(min(left, LOOK_SECONDS))
+        return str(self.failure or reason)
+
     def close(self) -> None:
         """End the thread."""
         self._stream.close()
@@ -137,7 +162,7 @@ class Follower:
 
     def _follow(self) -> None:
         """Open one stream and give its rows to the reader until it ends."""
-        table = next(each for each in self._clock.describe().tables if each.name == self._table)
+        table = self._table_of(self._clock.describe())
         # In this order: a report that comes from now on is for the new stream, whose beginning may say it already.
         number = self._next_stream()
         first = self._reader.begin(table)
@@ -168,6 +193,9 @@ class Follower:
                 self._received_end = expected
             # Once, as they come: what replay's clock is set to later says nothing of these.
             self._reader.take(response.head, rows, self._clock.to_own(response.arrays["stored_at"]))
+
+    def _table_of(self, described: replay_pb2.DescribeTablesResponse) -> replay_pb2.TableDescription:
+        return next(each for each in described.tables if each.name == self._table)
 
     def _next_stream(self) -> int:
         """End the requests of the stream before; gives the number of the next one."""

@@ -12,21 +12,15 @@ import numpy.typing as npt
 import torch
 
 from paceline.config import RpcConfig
-from paceline.errors import DeadlineError, PacelineError
+from paceline.errors import DeadlineError
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.sources.batch import Batch, RowsEndedError
 from paceline.learner.sources.follower import Follower
 from paceline.rows import ByteMatrix, RowSpec
-from paceline.rpc.status import raising
 from paceline.telemetry import get_logger
-from paceline.v1 import replay_pb2, replay_pb2_grpc
+from paceline.v1 import replay_pb2
 
 Seconds = npt.NDArray[np.float64]
-
-LAST_REPORT_SECONDS = 2.0
-"""A source that closes waits so long for replay to have taken down what was consumed."""
-LOOK_SECONDS = 0.02
-"""How often it asks replay meanwhile."""
 
 
 class QueueSource:
@@ -61,7 +55,7 @@ class QueueSource:
         """
         self._batch_size, self._prefetch_rows = batch_size, batch_size * prefetch
         self._table, self._metrics, self._shard = table, metrics, str(shard)
-        self._stub, self._run_id, self._is_closed = replay_pb2_grpc.ReplayServiceStub(channel), run_id, False
+        self._is_closed = False
         self._device = device or torch.device("cpu")
         self._rows = torch.empty((batch_size, spec.row_bytes), dtype=torch.uint8)
         self._out: ByteMatrix = self._rows.numpy()
@@ -134,7 +128,7 @@ class QueueSource:
         """A queue gives its rows in their order."""
 
     def close(self) -> None:
-        """Stop following, once replay knows what was consumed, or cannot be told it within LAST_REPORT_SECONDS.
+        """Stop following, once replay knows what was consumed, or cannot be told it.
 
         The last batch counts as consumed only if `consume` was called.
         """
@@ -145,37 +139,19 @@ class QueueSource:
 
     def _wait_until_reported(self) -> None:
         """Whatever replay does not know is consumed it gives to the next learner, which then trains on it again."""
-        until = time.monotonic() + LAST_REPORT_SECONDS
-        noted, reason = 0, "it has not said so yet"
-        while noted < self._consumed:
-            left = until - time.monotonic()
-            failure = self._follower.failure
-            if failure is not None or left <= 0:
-                get_logger().warning(
-                    "rows_not_consumed",
-                    table=self._table,
-                    shard=self._shard,
-                    consumed_row=self._consumed,
-                    noted_row=noted,
-                    reason=str(failure or reason),
-                    meaning="replay does not know of the last rows that they were learned from: the next learner gets "
-                    "them again",
-                )
-                return
-            try:
-                noted = self._read_consumed(left)
-            except PacelineError as error:
-                reason = str(error)
-            with self._changed:
-                if noted < self._consumed:
-                    self._changed.wait(LOOK_SECONDS)
-
-    def _read_consumed(self, seconds: float) -> int:
-        """The row before which replay knows all to be consumed."""
-        request = replay_pb2.DescribeTablesRequest(run_id=self._run_id)
-        with raising(f"replay shard {self._shard}"):
-            answer = self._stub.DescribeTables(request, timeout=seconds)
-        return next((table.consumed_row for table in answer.tables if table.name == self._table), 0)
+        if not self._consumed:
+            return
+        reason = self._follower.wait_until_noted(lambda table: table.consumed_row >= self._consumed)
+        if reason is not None:
+            get_logger().warning(
+                "rows_not_consumed",
+                table=self._table,
+                shard=self._shard,
+                consumed_row=self._consumed,
+                reason=reason,
+                meaning="replay does not know of the last rows that they were learned from: the next learner gets them "
+                "again",
+            )
 
     def begin(self, table: replay_pb2.TableDescription) -> replay_pb2.FollowRequest:
         """Go on from the next row; at the start from the first one that is not consumed."""

@@ -42,6 +42,8 @@ class _Shard:
     """Its limiter has let nothing pass since then, though it was asked."""
     is_held_back: bool = False
     """It has done so for `HELD_BACK_SECONDS`, and others give instead."""
+    is_spent: bool = False
+    """All rows that it will ever have are beyond the bound on the lag."""
 
     @property
     def left(self) -> int:
@@ -51,6 +53,8 @@ class _Shard:
     @property
     def weight(self) -> int:
         """Rows that may be drawn from it, as far as is known, so each row of all shards is as likely as the others."""
+        if self.is_spent:
+            return 0
         if self.counts.drawable_row_count is not None:
             return self.counts.drawable_row_count
         # With `max_times_sampled` its batch may have taken all that there were.
@@ -69,7 +73,15 @@ class _Shard:
     @property
     def is_waited_for(self) -> bool:
         """Whether others give less than they could while it has no batch: collectors that have yet to begin will."""
-        return self.is_here and (self.weight > 0 or not self.has_begun)
+        return self.is_here and not self.is_spent and (self.weight > 0 or not self.has_begun)
+
+    def next_batch(self, seconds: float) -> Batch:
+        """Its source's next batch. Raises DeadlineError when there is none within `seconds`."""
+        try:
+            return self.source.next_batch(seconds)
+        except StarvedForGoodError:
+            self.is_spent = True
+            raise
 
     def look(self) -> None:
         """Take over what its source knows of its rows, if that is news."""
@@ -126,6 +138,9 @@ class ShardedSource:
         """The next batch. Raises DeadlineError, with the reason, when there is none within `seconds`.
 
         What was gathered until then goes into the next one.
+
+        Raises:
+            StarvedForGoodError: no shard will ever have a row within the bound on the lag again.
         """
         until = time.monotonic() + seconds
         while not self._gather(until):
@@ -212,10 +227,12 @@ class ShardedSource:
             if shard.left or shard.source.is_away:
                 continue
             try:
-                self._take(shard, shard.source.next_batch(min(max(until - time.monotonic(), 0), _TURN_SECONDS)))
+                self._take(shard, shard.next_batch(min(max(until - time.monotonic(), 0), _TURN_SECONDS)))
                 return
             except DeadlineError as error:
                 reason = _of_shard(number, error)
+        if reason is not None and all(shard.is_spent for shard in self._shards):
+            raise StarvedForGoodError(str(reason))
         left = until - time.monotonic()
         if left <= 0:
             raise reason or DeadlineError(
@@ -241,7 +258,7 @@ class ShardedSource:
             left = until - now
             wait = min(max(left, 0), _LOOK_UP_SECONDS) if shard.is_waited_for else 0
             try:
-                self._take(shard, shard.source.next_batch(wait))
+                self._take(shard, shard.next_batch(wait))
                 return True
             except DeadlineError as error:
                 shard.look()
@@ -269,7 +286,7 @@ class ShardedSource:
     def _ask(self, shard: _Shard) -> None:
         """Take a shard's next batch if it is there."""
         with suppress(DeadlineError):
-            self._take(shard, shard.source.next_batch(0))
+            self._take(shard, shard.next_batch(0))
 
     def _take(self, shard: _Shard, batch: Batch) -> None:
         shard.drop()
