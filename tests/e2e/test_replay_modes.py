@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -61,16 +63,28 @@ def test_a_run_on_two_shards_goes_on_without_one_and_gets_it_back(train: Callabl
         training = train(
             "run.environment_steps=2400",
             "evaluator.enabled=false",
+            "rpc.deadline_seconds=2",
             "collector.count=2",
+            "learner.updates_per_step=0.5",
             "replay.shards=2",
             f"replay.redis_url={store.url}",
             run_id="sharded",
         )
-        training.wait_for_steps(500)
+        training.wait_for_steps(400)
         training.kill("replay", "--shard", "1")
-        training.wait_for_steps(training.environment_steps() + 500)
+        training.wait_for_steps(training.environment_steps() + 300)
+        # It hangs, so it is away and nobody starts another; a learner that starts meanwhile begins without it.
+        away = training.child("replay", "--shard", "1")
+        os.kill(away, signal.SIGSTOP)
+        training.kill("learner")
+        training.wait_for_steps(training.environment_steps() + 300)
+        (left_out,) = training.events("learner", "shard_left_out")
+        assert left_out["shard"] == 1
+        os.kill(away, signal.SIGCONT)
         assert training.wait(240) == 0, training.text()
         assert training.records("finish")[-1]["environment_steps"] == 2400
+        owed = (2400 - 100) // 2
+        assert owed <= training.records("finish")[-1]["learner_step"] <= owed + 66
         with redis.Redis.from_url(store.url) as client:
             stored = [_rows(client, f"sharded:{shard}") for shard in range(2)]
         assert stored == [1200, 1200]

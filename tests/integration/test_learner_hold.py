@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from prometheus_client import CollectorRegistry
 
-from integration.replay_harness import RUN, SPEC, TABLE, Following, block, make_config, request, wait_until
+from integration.replay_harness import RUN, SECONDS, SPEC, TABLE, Following, block, make_config, request, wait_until
 from paceline.errors import ConflictError, InvalidInputError, ReplacedError
+from paceline.lag.bound import LearnerVersion
+from paceline.learner.metrics import LearnerMetrics
+from paceline.learner.sources import open_followed, open_samples
+from paceline.rpc.client import open_channel
 from paceline.rpc.status import raising
 from paceline.rpc.wire import row_spec_to_wire
 from paceline.v1 import replay_pb2 as pb
@@ -74,6 +80,35 @@ def test_a_learner_that_was_replaced_neither_samples_nor_follows_nor_comes_back(
         replay.stop()
         replay, client = serve(config, resume=True)
     assert sample(client, 0) == 4  # who is no learner may look
+
+
+@pytest.mark.parametrize("read", ["sample", "follow", "queue"])
+def test_a_source_says_whose_it_is_with_each_stream_so_a_shard_that_comes_late_is_no_other_learners(
+    redis_server, serve, read
+):
+    table = {"tables": {TABLE: {"queue": True}}, "read": "follow"} if read == "queue" else {"read": read}
+    config = make_config(redis_server.url, replay=table)
+    _, client = serve(config)
+    take(client, "first", 1)
+    client.append_rows(4)
+    metrics, cpu, channel = LearnerMetrics(CollectorRegistry()), torch.device("cpu"), None
+    if read == "sample":
+        newest = LearnerVersion(1, incarnation=1)
+        source = open_samples(
+            config, SPEC, seed=1, metrics=metrics, device=cpu, learner_version=newest, learner_id="second"
+        )
+    else:
+        channel = open_channel(config.replay.address, config.rpc)
+        source = open_followed(
+            config, [channel], SPEC, seed=1, metrics=metrics, device=cpu, learner_incarnation=1, learner_id="second"
+        )
+    try:
+        with pytest.raises(ConflictError, match="under learner first, and learner second wants them"):
+            source.next_batch(SECONDS)
+    finally:
+        source.close()
+        if channel is not None:
+            channel.close()
 
 
 def test_a_store_that_lost_everything_is_told_whose_it_is(redis_server, redis_client, serve):

@@ -232,6 +232,27 @@ def test_a_shard_that_is_away_is_left_out_and_counted_until_it_is_back():
     assert skips(registry, 0) == 0
 
 
+def test_a_shard_that_is_away_from_the_start_counts_with_what_it_had_until_it_says_more():
+    shards = [Shard(0, 100), Shard(1, 40), Shard(2, 30)]  # of which 1,000, 400 and 300 were ever inserted
+    source = join(*shards)
+    source.go_on_from(1600)
+    shards[1].is_away = shards[2].is_away = True
+    assert source.next_batch(1).inserted_row_count == 1600
+    shards[0].row_count = 110
+    assert wait_for_count(source, 1700) == 1700
+    shards[1].is_away = False
+    assert wait_for_count(source, 1700) == 1700
+    shards[2].is_away = False
+    assert wait_for_count(source, 1800) == 1800
+
+
+def wait_for_count(source: ShardedSource, expected: int) -> int:
+    """Rows ever inserted as a batch has them that was drawn when each shard was asked anew."""
+    counts = [source.next_batch(1).inserted_row_count for _ in range(10)]
+    assert max(counts) == expected
+    return counts[-1]
+
+
 def test_a_shard_that_goes_away_amid_a_batch_is_made_up_for_by_the_others():
     shards = Shard(0, 100), Shard(1, 100), Shard(2, 100)
     source = join(*shards, batch_size=60)

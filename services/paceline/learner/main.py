@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -30,6 +32,7 @@ from paceline.learner.sources import (
     BatchSource,
     QueueShards,
     QueueSource,
+    ShardedSource,
     open_followed,
     open_samples,
     require_ring_fits,
@@ -105,6 +108,10 @@ def run(config: Config, *, resume: bool, stop: StopSignal) -> None:
         raise
     finally:
         server.close()
+
+
+class _ShardAwayError(PacelineError):
+    """A shard was waited for long enough."""
 
 
 class _Training:
@@ -188,8 +195,7 @@ class _Training:
                     for address in self._config.replay.shard_addresses()
                 ]
                 try:
-                    # Every shard has to be there to begin with; later, training goes on without one.
-                    inserted_rows = sum(self._open_table(number, each, stop) for number, each in enumerate(channels))
+                    inserted_rows = self._open_tables(channels, stop)
                 except DeadlineError:
                     if not stop.is_set():
                         raise
@@ -209,7 +215,7 @@ class _Training:
 
     def _source_options(self) -> dict[str, Any]:
         seed = _seed_of(self._config, self._incarnation)
-        return {"seed": seed, "metrics": self._metrics, "device": self._device}
+        return {"seed": seed, "metrics": self._metrics, "device": self._device, "learner_id": self._learner_id}
 
     def _learn(self, source: BatchSource, inserted_rows: int, stop: StopSignal) -> None:
         settings, table = self._config.learner, self._config.replay.tables[self._config.learner.table]
@@ -218,6 +224,8 @@ class _Training:
             # Its last rows may all be consumed: then no batch comes to learn from how far the run is.
             start = replace(start, environment_steps=inserted_rows + start.step_offset)
         source.set_policy_version(start.policy_version)
+        if isinstance(source, ShardedSource | QueueShards):
+            source.go_on_from(inserted_rows)
         loop = Loop(
             self._config,
             algorithm=self._algorithm,
@@ -275,8 +283,31 @@ class _Training:
         self._log.info("resumed", checkpoint=str(checkpoint.path), **vars(self._start))
         return True
 
-    def _open_table(self, shard: int, channel: grpc.Channel, stop: StopSignal) -> int:
-        """Declare the rows to a shard, however long it takes to come; rows that its table ever got, before and now.
+    def _open_tables(self, channels: Sequence[grpc.Channel], stop: StopSignal) -> int:
+        """Declare the rows to every shard; rows that their tables ever got, before and now.
+
+        A run begins when all are there. One that goes on does so without those that stay away for
+        `rpc.deadline_seconds`, as it would if they went away now; one has to be there.
+
+        Raises:
+            DeadlineError: the process was asked to stop first.
+            ConflictError: their rows came about under another learner, or (ReplacedError) a newer one took over.
+        """
+        waits_for_all = not self._resumed or len(channels) == 1
+        while True:
+            until = math.inf if waits_for_all else time.monotonic() + self._config.rpc.deadline_seconds
+            opened = [self._open_table(shard, channel, stop, until) for shard, channel in enumerate(channels)]
+            rows = [each for each in opened if each is not None]
+            if len(rows) == len(opened):
+                return sum(rows)
+            if rows:
+                for shard in (shard for shard, each in enumerate(opened) if each is None):
+                    self._log.warning("shard_left_out", shard=shard, meaning="it is away; it is taken in when it comes")
+                # What those that are away have is known from the checkpoint; by now it may be more, and never less.
+                return max(sum(rows), self._start.environment_steps - self._start.step_offset)
+
+    def _open_table(self, shard: int, channel: grpc.Channel, stop: StopSignal, until: float) -> int | None:
+        """Declare the rows to a shard; rows that its table ever got, or None if it has not answered by `until`.
 
         Raises:
             DeadlineError: the process was asked to stop first.
@@ -307,14 +338,19 @@ class _Training:
             if str(error) != said:
                 said = str(error)
                 self._log.info("waiting_for_replay", shard=shard, reason=said)
+            if time.monotonic() >= until:
+                raise _ShardAwayError(said) from error
 
-        answer = call_until_answered(
-            open_and_describe,
-            peer=f"replay at {self._config.replay.shard_addresses()[shard]}",
-            backoff=Backoff(self._config.rpc),
-            stop=stop,
-            on_wait=waiting,
-        )
+        try:
+            answer = call_until_answered(
+                open_and_describe,
+                peer=f"replay at {self._config.replay.shard_addresses()[shard]}",
+                backoff=Backoff(self._config.rpc),
+                stop=stop,
+                on_wait=waiting,
+            )
+        except _ShardAwayError:
+            return None
         return next(described.inserted_row_count for described in answer.tables if described.name == table)
 
     def _publish(self, progress: Progress) -> None:

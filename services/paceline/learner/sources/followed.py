@@ -60,6 +60,7 @@ class FollowSource:
         shard: int = 0,
         times: bool = False,
         base_version: int = 0,
+        learner_id: str = "",
         learner_incarnation: int = 0,
     ) -> None:
         """Begin to follow. `memory` and `limiter` are replay's own settings of this table and shard.
@@ -67,7 +68,8 @@ class FollowSource:
         Args:
             times: batches say when their rows were stored.
             base_version: rows of an earlier policy version count for the bound on the lag as if they were of this one.
-            learner_incarnation: replay refuses one that was replaced; 0: it is not said.
+            learner_id, learner_incarnation: replay refuses another learner, and an incarnation that was replaced;
+                empty and 0: they are not said.
         """
         device = device or torch.device("cpu")
         self._settings, self._spec, self._device = memory, spec, device
@@ -118,6 +120,7 @@ class FollowSource:
             metrics=metrics,
             shard=shard,
             watches_clock=times,
+            learner_id=learner_id,
             learner_incarnation=learner_incarnation,
         )
         self._follower.start()

@@ -66,20 +66,27 @@ class Follower:
         metrics: LearnerMetrics,
         shard: int,
         watches_clock: bool,
+        learner_id: str = "",
         learner_incarnation: int = 0,
     ) -> None:
         """Prepare; `start` begins.
 
         Args:
             watches_clock: have the times at which rows were stored by the learner's clock to the best.
-            learner_incarnation: of the learner that follows; 0: it says none.
+            learner_id, learner_incarnation: of the learner that follows; empty and 0: it says none.
         """
         peer = f"replay shard {shard}"
         self._reader, self._spec, self._metrics, self._peer = reader, spec, metrics, peer
         self._run_id, self._table, self._incarnation = run_id, table, learner_incarnation
         self._stream = ReplayStream(
             channel,
-            replay_pb2.OpenTableRequest(run_id=run_id, table=table, row_spec=row_spec_to_wire(spec)),
+            replay_pb2.OpenTableRequest(
+                run_id=run_id,
+                table=table,
+                row_spec=row_spec_to_wire(spec),
+                learner_id=learner_id,
+                learner_incarnation=learner_incarnation,
+            ),
             rpc,
             peer=peer,
             on_cut=self._note_cut,

@@ -42,10 +42,13 @@ def open_samples(
     metrics: LearnerMetrics,
     device: torch.device,
     learner_version: LearnerVersion | None = None,
+    learner_id: str = "",
 ) -> BatchSource:
     """Batches that replay draws. Starts a process for each shard, so call it before any channel is open.
 
-    `learner_version` is what the bound on the lag counts from at the start; None: what replay's rows say.
+    Args:
+        learner_version: what the bound on the lag counts from at the start; None: what replay's rows say.
+        learner_id: replay refuses another learner than that of its rows; empty: it is not said.
     """
     learner, shards = config.learner, config.replay.shards
     table = config.replay.tables[learner.table]
@@ -71,6 +74,7 @@ def open_samples(
             is_bounded=config.lag.max_lag_versions is not None and draws_alike,
             tells_rows=shards > 1,
             learner=learner_version,
+            learner_id=learner_id,
         )
         for shard, (address, shard_seed) in enumerate(
             zip(config.replay.shard_addresses(), _shard_seeds(seed, shards), strict=True)
@@ -88,6 +92,7 @@ def open_followed(
     metrics: LearnerMetrics,
     device: torch.device,
     base_version: int = 0,
+    learner_id: str = "",
     learner_incarnation: int = 0,
 ) -> BatchSource:
     """Batches from the rows of every shard, which are sent here once.
@@ -95,7 +100,8 @@ def open_followed(
     Args:
         channels: one to each shard, by its number.
         base_version: rows of an earlier policy version count for the bound on the lag as if they were of this one.
-        learner_incarnation: replay refuses one that was replaced; 0: it is not said.
+        learner_id, learner_incarnation: replay refuses another learner than that of its rows, and an incarnation that
+            was replaced; empty and 0: they are not said.
     """
     learner, shards = config.learner, len(channels)
     table = config.replay.tables[learner.table]
@@ -113,6 +119,7 @@ def open_followed(
                 device=device,
                 shard=shard,
                 times=config.lag.attribution,
+                learner_id=learner_id,
                 learner_incarnation=learner_incarnation,
             )
             for shard, channel in enumerate(channels)
@@ -140,6 +147,7 @@ def open_followed(
             shard=shard,
             times=config.lag.attribution,
             base_version=base_version,
+            learner_id=learner_id,
             learner_incarnation=learner_incarnation,
         )
         for shard, (channel, shard_seed) in enumerate(zip(channels, _shard_seeds(seed, shards), strict=True))

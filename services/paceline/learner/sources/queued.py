@@ -45,13 +45,15 @@ class QueueSource:
         device: torch.device | None = None,
         shard: int = 0,
         times: bool = False,
+        learner_id: str = "",
         learner_incarnation: int = 0,
     ) -> None:
         """Begin to follow the queue.
 
         Args:
             times: batches say when their rows were stored.
-            learner_incarnation: replay refuses one that was replaced; 0: it is not said.
+            learner_id, learner_incarnation: replay refuses another learner, and an incarnation that was replaced;
+                empty and 0: they are not said.
         """
         self._batch_size, self._prefetch_rows = batch_size, batch_size * prefetch
         self._table, self._metrics, self._shard = table, metrics, str(shard)
@@ -81,6 +83,7 @@ class QueueSource:
             metrics=metrics,
             shard=shard,
             watches_clock=times,
+            learner_id=learner_id,
             learner_incarnation=learner_incarnation,
         )
         self._follower.start()

@@ -64,6 +64,7 @@ class SampleSource:
         is_bounded: bool = False,
         tells_rows: bool = False,
         learner: LearnerVersion | None = None,
+        learner_id: str = "",
     ) -> None:
         """Start the process, which begins to fetch.
 
@@ -75,6 +76,8 @@ class SampleSource:
             tells_rows: `counts` is kept up to date; replay is asked every second.
             learner: its newest version at the start, which the first order says; None: nothing is said until
                 `set_policy_version`, and then of no learner.
+            learner_id: replay refuses another learner than the one that its rows came about under; empty: it is not
+                said.
         """
         learner = learner or LearnerVersion(0)
         # One more than are ordered: that which the learner reads.
@@ -127,7 +130,11 @@ class SampleSource:
                     "learner_incarnation": learner.incarnation,
                 },
                 replay_pb2.OpenTableRequest(
-                    run_id=run_id, table=table, row_spec=row_spec_to_wire(spec)
+                    run_id=run_id,
+                    table=table,
+                    row_spec=row_spec_to_wire(spec),
+                    learner_id=learner_id,
+                    learner_incarnation=learner.incarnation,
                 ).SerializeToString(),
             )
         )

@@ -94,6 +94,29 @@ class _Shard:
         self.batch = None
 
 
+class _InsertedRows:
+    """Rows that all shards together ever got, of which some may have said nothing yet."""
+
+    def __init__(self, shard_count: int) -> None:
+        self._counts = [0] * shard_count
+        self._unheard_rows = 0
+
+    def go_on_from(self, row_count: int) -> None:
+        """All have so many at least: what those that say how many do not have, the others do."""
+        self._unheard_rows = max(0, row_count - sum(self._counts))
+
+    def note(self, shard: int, count: int) -> None:
+        """A shard says how many it ever got."""
+        if not self._counts[shard]:
+            self._unheard_rows = max(0, self._unheard_rows - count)
+        self._counts[shard] = count
+
+    @property
+    def total(self) -> int:
+        """Over all shards."""
+        return sum(self._counts) + (0 if all(self._counts) else self._unheard_rows)
+
+
 class ShardedSource:
     """Batches that mix rows of all shards: each row's shard is drawn with a probability in proportion to its rows.
 
@@ -121,6 +144,7 @@ class ShardedSource:
         counts_draws: bool = False,
     ) -> None:
         """`counts_draws`: replay bounds draws, by a ratio or of each row, and they cannot be given back."""
+        self._inserted = _InsertedRows(len(sources))
         self._shards = [_Shard(source) for source in sources]
         self._batch_size, self._metrics, self._counts_draws = batch_size, metrics, counts_draws
         for number in range(len(sources)):
@@ -133,6 +157,10 @@ class ShardedSource:
         # Rows that each shard still has to give to the batch in the making; None where none is in the making.
         self._wanted: npt.NDArray[np.int64] | None = None
         self._share = np.zeros(len(self._shards))
+
+    def go_on_from(self, inserted_row_count: int) -> None:
+        """All shards together ever got so many rows at least: one that is away at the start has its part of them."""
+        self._inserted.go_on_from(inserted_row_count)
 
     def next_batch(self, seconds: float) -> Batch:
         """The next batch. Raises DeadlineError, with the reason, when there is none within `seconds`.
@@ -147,11 +175,13 @@ class ShardedSource:
             self._wait_for_any(until, seconds)
         assert self._rows is not None
         counts = [shard.counts for shard in self._shards]
+        for number, each in enumerate(counts):
+            self._inserted.note(number, each.inserted_row_count)
         drawable = [each.drawable_row_count for each in counts if each.inserted_row_count]
         return Batch(
             self._rows,
             sum(each.table_row_count for each in counts),
-            sum(each.inserted_row_count for each in counts),
+            self._inserted.total,
             drawable_row_count=None if None in drawable else sum(each or 0 for each in drawable),
             **self._details,
         )
@@ -331,8 +361,13 @@ class QueueShards:
 
     def __init__(self, sources: Sequence[QueueSource]) -> None:
         self._sources = list(sources)
-        self._counts = [(0, 0)] * len(sources)
+        self._table_rows = [0] * len(sources)
+        self._inserted = _InsertedRows(len(sources))
         self._turn = 0
+
+    def go_on_from(self, inserted_row_count: int) -> None:
+        """All queues together ever got so many rows at least."""
+        self._inserted.go_on_from(inserted_row_count)
 
     def next_batch(self, seconds: float) -> Batch:
         """The next batch; the one before is consumed. Raises DeadlineError when there is none within `seconds`.
@@ -352,9 +387,9 @@ class QueueShards:
                     reason = error
                     ended += isinstance(error, RowsEndedError)
                     continue
-                self._counts[self._turn] = batch.table_row_count, batch.inserted_row_count
-                rows, inserted = (sum(each) for each in zip(*self._counts, strict=True))
-                return replace(batch, table_row_count=rows, inserted_row_count=inserted)
+                self._table_rows[self._turn] = batch.table_row_count
+                self._inserted.note(self._turn, batch.inserted_row_count)
+                return replace(batch, table_row_count=sum(self._table_rows), inserted_row_count=self._inserted.total)
             if ended == len(self._sources):
                 raise reason
             if time.monotonic() >= until:
