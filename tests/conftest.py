@@ -15,6 +15,8 @@ settings.register_profile("paceline", deadline=None, derandomize=True)
 settings.load_profile("paceline")
 
 END_TO_END = Path(__file__).parent / "e2e"
+SHARES_OF_THEIR_OWN = ("test_compose.py", "test_bench_replay.py", "test_lag.py")
+"""Of the files there: as long as many others together, and every port that they use is a free one."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -24,7 +26,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Share tests out by files, whose tests have servers in common; whole systems are one share, one after the other.
+    """Share tests out by files, whose tests have servers in common; most whole systems are one share, since some own
+    fixed ports.
 
     (Marks of groups would say so, too, and are not looked at by the two plugins in their present versions.)
     """
@@ -33,7 +36,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Shares(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            # Some own fixed ports; in containers they have ports of their own.
-            return "e2e" if "/e2e/" in file and not file.endswith("test_compose.py") else file
+            return "e2e" if "/e2e/" in file and not file.endswith(SHARES_OF_THEIR_OWN) else file
 
     return Shares(config, log)

@@ -726,7 +726,8 @@ def test_a_run_that_is_resumed_with_another_number_of_shards_is_refused_and_stay
     assert "50 in 5 blocks, keys 0 to 50" in said.stdout
 
 
-QUICK = ("collector.count=1", "evaluator.enabled=false", "learner.batch_size=32", "run.id=first", "--plain")
+SMALL = ("learner.batch_size=32", "learner.updates_per_step=0.25")
+QUICK = ("collector.count=1", "evaluator.enabled=false", *SMALL, "run.id=first", "--plain")
 
 
 @pytest.mark.slow
