@@ -21,6 +21,9 @@ class Measure:
     lower_is_better: bool = False
     beside: str | None = None
     """A figure that is printed with it."""
+    prototype: str | None = None
+    """What the prototype, which does nothing but gather and send, reaches of `against` is printed with it: on a machine
+    where that is below the floor, no service could hold it."""
 
     def result(self, figures: Figures) -> Result | None:
         """How it came out; None where a figure is missing, or nothing went through in a turn that was too short."""
@@ -48,9 +51,18 @@ class Result:
 
 
 def _measures() -> Iterator[Measure]:
-    def per_workload(name: str, bounds: dict[str, tuple[float, float]], figure: str, against: str) -> Iterator[Measure]:
+    def per_workload(
+        name: str, bounds: dict[str, tuple[float, float]], figure: str, against: str, prototype: str | None = None
+    ) -> Iterator[Measure]:
         for workload, (floor, goal) in bounds.items():
-            yield Measure(f"{name}, {workload.upper()}", f"{workload}.{figure}", f"{workload}.{against}", floor, goal)
+            yield Measure(
+                f"{name}, {workload.upper()}",
+                f"{workload}.{figure}",
+                f"{workload}.{against}",
+                floor,
+                goal,
+                prototype=prototype and f"{workload}.{prototype}",
+            )
 
     def alike(floor: float, goal: float, *workloads: str) -> dict[str, tuple[float, float]]:
         return dict.fromkeys(workloads or ("w1", *LARGE), (floor, goal))
@@ -63,6 +75,7 @@ def _measures() -> Iterator[Measure]:
         {"w2": (0.28, 0.36), "w3": (0.35, 0.45)},
         "sample_8192_bytes_per_s",
         "tcp_bytes_per_s",
+        "prototype_sample_bytes_per_s",
     )
     # What gRPC reaches of TCP is the machine's: the shares above go with a bare stream at 0.54 of it, these with any.
     yield from per_workload(
@@ -70,6 +83,7 @@ def _measures() -> Iterator[Measure]:
         {"w2": (0.52, 0.67), "w3": (0.65, 0.83)},
         "sample_8192_bytes_per_s",
         "grpc_down_bytes_per_s",
+        "prototype_sample_bytes_per_s",
     )
     yield from per_workload(
         "sample 8,192 / prototype", alike(0.75, 0.9), "sample_8192_rows_per_s", "prototype_sample_rows_per_s"

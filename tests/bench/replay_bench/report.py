@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -65,6 +65,9 @@ def describe_measures(figures: Figures) -> Iterator[str]:
         beside = ""
         if measure.beside is not None:
             beside = f" ({measure.beside.partition('.')[2]}: {Spread.of(figures[measure.beside]).median:,.0f})"
+        if measure.prototype is not None:
+            limit = replace(measure, figure=measure.prototype).result(figures)
+            beside = "" if limit is None else f" (prototype: {limit.ratio.median:.2f})"
         yield f"{measure.name:52} {ratio.median:6.2f} {spread:>13} {limits}  {result.verdict}{beside}"
 
 

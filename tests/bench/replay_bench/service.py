@@ -124,7 +124,10 @@ class ServiceSuite:
 
     def _sample_from_prototype(self, seconds: float) -> dict[str, float]:
         moved = self._prototype_sampler.call("sample", BATCH_ROWS, seconds)
-        return self._figures(prototype_sample_rows_per_s=moved.per_second)
+        return self._figures(
+            prototype_sample_rows_per_s=moved.per_second,
+            prototype_sample_bytes_per_s=moved.per_second * self._workload.payload_bytes,
+        )
 
     def _sampling(self, table: str, batch_rows: int) -> Turn:
         name = "prioritised" if table == PRIORITISED else "sample"
