@@ -1,4 +1,4 @@
-"""How every process begins alike: allocator, threads, clock, stop signals."""
+"""What every process has alike: allocator, threads, memory, clock, stop signals."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import MutableMapping
+from pathlib import Path
 from queue import SimpleQueue
 
 # glibc's mallopt parameters, from malloc.h.
@@ -58,6 +59,42 @@ def own_time_ns() -> int:
 def own_time() -> float:
     """The same in seconds."""
     return own_time_ns() * 1e-9
+
+
+def memory_bytes() -> int:
+    """Memory that this process could have at most: the host's, or that of its container if it is limited to less."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    container = _memory_of_container()
+    return host if container is None else min(host, container[0])
+
+
+def free_memory_bytes() -> int | None:
+    """Memory that is free for this process now, on the host and in its container; None where that cannot be known."""
+    container = _memory_of_container()
+    found = [] if container is None else [max(0, container[0] - container[1])]
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            found.append(int(line.split()[1]) << 10)
+    return min(found, default=None)
+
+
+def _memory_of_container() -> tuple[int, int] | None:
+    """Limit and use of the cgroup, of version 2 or 1, as a container sees its own; None: no limit."""
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        bound, taken = _read(limit).strip(), _read(used).strip()
+        if bound.isdigit() and taken.isdigit():  # "max": no limit
+            return int(bound), int(taken)
+    return None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except OSError:
+        return ""
 
 
 def limit_threads(environment: MutableMapping[str, str], threads: int = 1) -> None:

@@ -24,6 +24,7 @@ from integration.replay_harness import (
     values_of,
     wait_until,
 )
+from paceline import process
 from paceline.config import Config, build
 from paceline.errors import (
     BlockError,
@@ -396,6 +397,15 @@ def test_tables_that_do_not_fit_the_machine_together_are_refused(redis_server, s
     client.open()
     with pytest.raises(RowSpecError, match=r"table 'other' needs \d+ bytes of memory beside \d+ of the other tables"):
         client.open(huge, table="other")
+
+
+def test_a_table_that_does_not_fit_the_container_is_refused_though_the_host_has_room(redis_server, serve, monkeypatch):
+    files = {"/sys/fs/cgroup/memory.max": "10000000", "/sys/fs/cgroup/memory.current": "0"}
+    monkeypatch.setattr(process, "_read", lambda path: files.get(path, ""))
+    _, client = serve(config_of(redis_server.url, {"other": {"capacity_rows": 20_000}}))
+    client.open()
+    with pytest.raises(RowSpecError, match=r"expected at most 10000000 in all, what this machine or its container has"):
+        client.open(RowSpec((Column("x", "uint8", (1000,)),)), table="other")
 
 
 def test_a_table_that_is_not_the_learners_has_a_ratio_of_its_own(redis_server, serve):

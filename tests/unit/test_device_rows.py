@@ -84,17 +84,3 @@ def test_rings_that_do_not_fit_are_refused_with_both_sizes_and_what_to_lower(mon
     assert "9.5 GB" in message
     assert f"{place} has 10 GB" in message
     assert "replay.tables.steps.capacity_rows or .capacity_bytes, or set replay.read=sample" in message
-
-
-def test_the_memory_of_a_container_bounds_that_of_its_host(monkeypatch):
-    files = {
-        "/proc/meminfo": "MemTotal: 32 kB\nMemAvailable:   2000000 kB\n",
-        "/sys/fs/cgroup/memory.max": "1000000000\n",
-        "/sys/fs/cgroup/memory.current": "400000000\n",
-    }
-    monkeypatch.setattr(room, "_read", lambda path: files.get(path, ""))
-    assert room.available_bytes(CPU) == 600_000_000
-    files["/sys/fs/cgroup/memory.max"] = "max\n"
-    assert room.available_bytes(CPU) == 2_000_000 << 10
-    files.clear()
-    assert room.available_bytes(CPU) is None

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from paceline.process import StopSignal, limit_threads, own_time, own_time_ns, require_python, tune_allocator
+from paceline import process
+from paceline.process import (
+    StopSignal,
+    free_memory_bytes,
+    limit_threads,
+    memory_bytes,
+    own_time,
+    own_time_ns,
+    require_python,
+    tune_allocator,
+)
 
 ON_GLIBC = os.confstr("CS_GNU_LIBC_VERSION") if hasattr(os, "confstr") else None
 
@@ -40,6 +50,32 @@ def test_a_tuned_process_keeps_freed_buffers_instead_of_faulting_them_in_again()
 @pytest.mark.skipif(not ON_GLIBC, reason="mallopt is glibc's")
 def test_tuning_says_that_it_took_effect_on_glibc():
     assert tune_allocator() is True
+
+
+V1, V2 = "/sys/fs/cgroup/memory/", "/sys/fs/cgroup/"
+
+
+@pytest.mark.parametrize(
+    ("limit", "used"),
+    [(f"{V2}memory.max", f"{V2}memory.current"), (f"{V1}memory.limit_in_bytes", f"{V1}memory.usage_in_bytes")],
+    ids=["cgroup 2", "cgroup 1"],
+)
+def test_the_memory_of_a_container_bounds_that_of_its_host(monkeypatch, limit, used):
+    files = {
+        "/proc/meminfo": "MemTotal: 32 kB\nMemAvailable:   2000000 kB\n",
+        limit: "1000000000\n",
+        used: "400000000\n",
+    }
+    monkeypatch.setattr(process, "_read", lambda path: files.get(path, ""))
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert free_memory_bytes() == 600_000_000
+    assert memory_bytes() == 1_000_000_000
+    files[limit] = "max\n" if limit.endswith("max") else "9223372036854771712\n"
+    assert free_memory_bytes() == 2_000_000 << 10
+    assert memory_bytes() == host
+    files.clear()
+    assert free_memory_bytes() is None
+    assert memory_bytes() == host
 
 
 def test_own_time_is_the_systems_until_that_is_set_and_then_goes_on_as_before(monkeypatch):

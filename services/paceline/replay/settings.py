@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict, replace
 
 from paceline.config import Config, TableConfig
 from paceline.errors import RowSpecError
+from paceline.process import memory_bytes
 from paceline.rows import RowSpec
 from paceline.tables.limiter import LimiterSettings
 from paceline.tables.memory import MemorySettings
@@ -108,12 +108,13 @@ def memory_settings(config: Config, name: str, spec: RowSpec) -> MemorySettings:
 
 
 def require_memory(name: str, needed: int, held: int) -> None:
-    """Raise RowSpecError if a table of `needed` bytes does not fit this machine beside `held` bytes of others."""
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Raise RowSpecError if a table of `needed` bytes fits no memory here beside `held` bytes of others."""
+    there = memory_bytes()
     if needed + held > there:
         raise RowSpecError(
             f"table {name!r} needs {needed} bytes of memory beside {held} of the other tables: expected at most "
-            f"{there} in all, the memory of this machine; lower replay.tables.{name}.capacity_rows or capacity_bytes"
+            f"{there} in all, what this machine or its container has; lower replay.tables.{name}.capacity_rows or "
+            "capacity_bytes"
         )
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from paceline.errors import ConfigError
+from paceline.process import free_memory_bytes
 
 SHARE = 0.9
 """Of the memory that is free at the start; the rest is for everything else."""
@@ -31,33 +30,7 @@ def available_bytes(device: torch.device) -> int | None:
     """Memory that is free for this process, on a GPU or on the host; None where that cannot be known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = [each for each in (_free_of_host(), _free_of_container()) if each is not None]
-    return min(free, default=None)
-
-
-def _free_of_host() -> int | None:
-    for line in _read("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return None
-
-
-def _free_of_container() -> int | None:
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        bound, taken = _read(limit).strip(), _read(used).strip()
-        if bound.isdigit() and taken.isdigit():  # "max": no limit
-            return max(0, int(bound) - int(taken))
-    return None
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="ascii")
-    except OSError:
-        return ""
+    return free_memory_bytes()
 
 
 def _gigabytes(size: int) -> str:
