@@ -50,9 +50,20 @@ def _read_epoch_ns() -> int:
 _EPOCH_NS = _read_epoch_ns()
 
 
+def own_epoch_ns() -> int:
+    """Where this process counts its own time from: the monotonic clock's zero, in nanoseconds since 1970."""
+    return _EPOCH_NS
+
+
+def adopt_epoch(epoch_ns: int) -> None:
+    """Count time as the process of this host does whose `own_epoch_ns` this is: a helper as the one that started it."""
+    global _EPOCH_NS
+    _EPOCH_NS = epoch_ns
+
+
 def own_time_ns() -> int:
     """Nanoseconds since 1970 as this process counts them from its start on: a clock that is set meanwhile, by a person
-    or after a host has slept, makes no age or lag false. Those of one host that were started together agree."""
+    or after a host has slept, makes no age or lag false until a process starts again."""
     return _EPOCH_NS + time.monotonic_ns()
 
 

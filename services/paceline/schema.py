@@ -372,7 +372,7 @@ def _relay() -> list[Metric]:
         gauge("collectors", "collectors", "Collectors below this relay, heard within learner.silence_seconds.",
               bad="fewer than were started there", do="look at those that are missing"),
         gauge("clock_offset_seconds", "seconds", "The learner's clock minus this host's; absent until known.",
-              bad="changing by leaps", do="see which host's clock was set"),
+              bad="changing by leaps", do="see which host slept, or whose process started again by another clock"),
         gauge("clock_uncertainty_seconds", "seconds", "How far that offset may be off.",
               bad="above the delays that it serves to measure", do="make round trips shorter: place the relay nearer"),
     ]

@@ -25,10 +25,11 @@ def train(tmp_path: Path) -> Iterator[Callable[..., Training]]:
         return training
 
     yield start
-    for training in started:
-        if training.process.poll() is None:
-            training.process.terminate()
-            try:
-                training.process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(training.process.pid, signal.SIGKILL)
+    left = [training.process for training in started if training.process.poll() is None]
+    for process in left:
+        process.terminate()
+    for process in left:
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)

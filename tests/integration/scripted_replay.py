@@ -52,6 +52,8 @@ class ScriptedReplay(replay_pb2_grpc.ReplayServiceServicer):
         self.memory = TableMemory(settings, SPEC.row_bytes)
         self.sampled = self.consumed = self.generation = 0
         self.complete = False
+        self.has_table = True
+        """Whether DescribeTables names it: a replay that came back empty does not until somebody opens it."""
         self.cut_after: int | None = None
         """The stream that sends so many messages more is cut."""
         self.follows: list[pb.FollowRequest] = []
@@ -123,7 +125,8 @@ class ScriptedReplay(replay_pb2_grpc.ReplayServiceServicer):
                 consumed_row=self.consumed if self.is_queue else None,
             )
         return pb.DescribeTablesResponse(
-            tables=[table], times=times_pb2.AnswerTimes(received_at=now, answered_at=timestamp(self._clock()))
+            tables=[table] if self.has_table else [],
+            times=times_pb2.AnswerTimes(received_at=now, answered_at=timestamp(self._clock())),
         )
 
     def Follow(self, requests: Any, context: grpc.ServicerContext) -> Iterator[Any]:

@@ -13,14 +13,21 @@ from prometheus_client import CollectorRegistry
 
 from integration.replay_harness import Client, make_config, request, retry, wait_until
 from paceline.config import Config
-from paceline.errors import DeadlineError, LimiterTimeoutError, StarvedError, UnavailableError
+from paceline.errors import (
+    DeadlineError,
+    LimiterTimeoutError,
+    StarvedError,
+    StarvedForGoodError,
+    UnavailableError,
+)
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.sources import Batch, FollowSource, followed, open_followed
 from paceline.local.embedded import EmbeddedRedis
-from paceline.replay import service
+from paceline.replay import draws, service
 from paceline.replay.log import RedisLog
 from paceline.rows import Block, Column, RowSpec, numpy_columns
 from paceline.rpc.client import open_channel
+from paceline.rpc.status import raising
 
 SECONDS = 30.0
 SPEC = RowSpec((Column("value", "float64"), Column("policy_version", "int64")))
@@ -199,6 +206,12 @@ def test_a_restart_amid_the_starvation_neither_ends_the_run_nor_changes_its_coun
 def restoring(redis_server, serve, monkeypatch) -> Iterator[tuple[Config, threading.Event]]:
     """A replay that has restored 20 of 100 rows and goes on when the event is set."""
     config = make_config(redis_server.url, limiter={"min_rows": 50}, rpc={"backoff_max_seconds": 0.05})
+    go_on = begin_to_restore(config, serve, monkeypatch)
+    yield config, go_on
+    go_on.set()
+
+
+def begin_to_restore(config: Config, serve, monkeypatch) -> threading.Event:
     replay, client = serve(config)
     client.open(SPEC)
     collector = Collector(client)
@@ -215,8 +228,41 @@ def restoring(redis_server, serve, monkeypatch) -> Iterator[tuple[Config, thread
 
     monkeypatch.setattr(RedisLog, "read_blocks", read_some)
     serve(config, resume=True, ready=False)
-    yield config, go_on
-    go_on.set()
+    return go_on
+
+
+def test_rows_that_are_still_restored_may_be_within_the_bound_so_nothing_is_starved_for_good(
+    redis_server, serve, monkeypatch
+):
+    monkeypatch.setattr(draws, "STARVED_SECONDS", 0.2)
+    config = make_config(
+        redis_server.url,
+        run={"environment_steps": 100},
+        lag={"max_lag_versions": 3},
+        limiter={"min_rows": 10},
+        rpc={"backoff_max_seconds": 0.05},
+    )
+    go_on = begin_to_restore(config, serve, monkeypatch)
+    client = Client(config)
+
+    def sample() -> None:
+        message = client.sample_request(4)
+        message.policy_version = 10
+        with raising("replay"):
+            next(iter(client.stub.Sample(iter([message]), timeout=SECONDS)))
+
+    try:
+        wait_until(lambda: retry(client.describe, (UnavailableError,)).row_count >= 20, "some rows are there")
+        with pytest.raises(StarvedError) as raised:
+            sample()
+        assert type(raised.value) is StarvedError
+        go_on.set()
+        wait_until(lambda: client.describe().whole, "it is whole")
+        with pytest.raises(StarvedForGoodError):
+            sample()
+    finally:
+        go_on.set()
+        client.close()
 
 
 def test_a_learner_that_follows_a_replay_amid_its_restore_waits_for_all_of_its_rows(restoring, learn):

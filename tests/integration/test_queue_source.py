@@ -164,8 +164,28 @@ def test_a_source_that_cannot_say_what_was_consumed_closes_soon_and_says_why(rep
         source.close()
         source.close()
     (warning,) = [event for event in events if event["event"] == "rows_not_consumed"]
-    assert warning["consumed_row"] == 10
+    assert (warning["consumed_row"], warning["noted_row"]) == (10, 0)
     assert "replay" in warning["reason"]
+
+
+def test_a_source_closes_though_replay_came_back_without_the_table_and_follows_when_it_is_there(
+    replay, read, monkeypatch
+):
+    monkeypatch.setattr(follower, "LAST_REPORT_SECONDS", 0.2)
+    service = replay()
+    service.has_table = False
+    service.append(20)
+    source = read(service)
+    with pytest.raises(DeadlineError, match="has no table 'transitions' yet"):
+        source.next_batch(0.3)
+    service.has_table = True
+    source.next_batch(SECONDS)
+    service.has_table = False
+    source.consume()
+    with structlog.testing.capture_logs() as events:
+        source.close()
+    (warning,) = [event for event in events if event["event"] == "rows_not_consumed"]
+    assert "has no table" in warning["reason"]
 
 
 def test_a_source_that_was_refused_for_good_closes_at_once(replay, read, monkeypatch):

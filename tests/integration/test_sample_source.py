@@ -8,11 +8,13 @@ import redis
 from prometheus_client import CollectorRegistry
 
 from integration.replay_harness import RUN, SPEC, TABLE, free_port, make_config, wait_until
+from paceline import process
 from paceline.config import RpcConfig
 from paceline.errors import DeadlineError, PacelineError, RunMismatchError
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.sources import SampleSource
 from paceline.local.embedded import EmbeddedRedis
+from paceline.process import own_time
 from paceline.rows import Column, RowSpec, numpy_columns
 from paceline.v1 import replay_pb2
 
@@ -29,7 +31,7 @@ def source():
     """Opens sources, and closes them."""
     opened = []
 
-    def start(config, *, spec=SPEC, run_id=RUN, batch_size=16, prefetch=4, registry=None, **rpc):
+    def start(config, *, spec=SPEC, run_id=RUN, batch_size=16, prefetch=4, registry=None, times=False, **rpc):
         made = SampleSource(
             config.replay.address,
             run_id=run_id,
@@ -40,6 +42,7 @@ def source():
             seed=1,
             rpc=RpcConfig(**rpc),
             metrics=LearnerMetrics(registry or CollectorRegistry()),
+            times=times,
         )
         opened.append(made)
         return made
@@ -73,6 +76,21 @@ def test_batches_are_whole_whether_they_share_a_message_or_are_cut(redis_server,
         assert batch.rows.shape == (batch_size, SPEC.row_bytes)
         assert set(values(batch)) <= set(range(100))
         assert batch.inserted_row_count == batch.table_row_count == 100
+
+
+def test_times_are_told_by_the_learners_clock_though_another_process_receives_them(
+    redis_server, serve, source, monkeypatch
+):
+    config = make_config(redis_server.url)
+    _, client = serve(config)
+    client.open()
+    # As if the system's clock had been set an hour back since this process began.
+    monkeypatch.setattr(process, "_EPOCH_NS", process._EPOCH_NS + 3600 * 10**9)
+    began = own_time()
+    client.append_rows(10)
+    batches = source(config, times=True)
+    times = wait_until(lambda: min(batches.next_batch(SECONDS).stored_at), "replay's clock is known")
+    assert began - 1 < times < own_time() + 1
 
 
 def test_no_more_than_the_prefetch_is_drawn_ahead(redis_server, serve, source):

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+import structlog
 import torch
 from prometheus_client import CollectorRegistry
 
@@ -235,7 +236,7 @@ def test_a_shard_that_is_away_is_left_out_and_counted_until_it_is_back():
 def test_a_shard_that_is_away_from_the_start_counts_with_what_it_had_until_it_says_more():
     shards = [Shard(0, 100), Shard(1, 40), Shard(2, 30)]  # of which 1,000, 400 and 300 were ever inserted
     source = join(*shards)
-    source.go_on_from(1600)
+    source.go_on_from([1000, None, None], 1600)
     shards[1].is_away = shards[2].is_away = True
     assert source.next_batch(1).inserted_row_count == 1600
     shards[0].row_count = 110
@@ -244,6 +245,27 @@ def test_a_shard_that_is_away_from_the_start_counts_with_what_it_had_until_it_sa
     assert wait_for_count(source, 1700) == 1700
     shards[2].is_away = False
     assert wait_for_count(source, 1800) == 1800
+
+
+def test_a_batch_that_was_drawn_before_its_shard_was_asked_counts_nothing_twice():
+    shards = [Shard(0, 50), Shard(1, 40)]
+    source = join(*shards)
+    source.go_on_from([1500, None], 2000)  # of which the first batch knows 500
+    shards[1].is_away = True
+    assert source.next_batch(1).inserted_row_count == 1000
+    shards[0].row_count = 150
+    assert wait_for_count(source, 2000) == 2000
+
+
+def test_a_shard_that_comes_back_with_fewer_rows_than_it_had_is_told_of():
+    shards = [Shard(0, 100), Shard(1, 1)]
+    source = join(*shards)
+    source.go_on_from([1000, None], 1600)
+    with structlog.testing.capture_logs() as events:
+        counts = [source.next_batch(1).inserted_row_count for _ in range(5)]
+    assert counts[-1] == 1010
+    (warning,) = [event for event in events if event["event"] == "shard_lost_rows"]
+    assert warning["rows"] == 590
 
 
 def wait_for_count(source: ShardedSource, expected: int) -> int:
@@ -341,6 +363,7 @@ def test_shards_that_are_all_starved_for_good_end_it_and_not_before_the_last_one
     for _ in range(20):
         batch = source.next_batch(1)
     assert set(numbers(batch)) == {0}
+    assert batch.drawable_row_count == 10
     shards[0].refusal = DeadlineError("the limiter holds samples back")
     for _ in range(3):
         with pytest.raises(DeadlineError, match=r"shard 0: the limiter") as raised:
@@ -349,6 +372,10 @@ def test_shards_that_are_all_starved_for_good_end_it_and_not_before_the_last_one
     shards[0].refusal = StarvedForGoodError("of shard 0")
     with pytest.raises(StarvedForGoodError, match=r"shard 1: of shard 1, with lag\.max_lag_versions=8"):
         source.next_batch(5)
+    shards[1].refusal = None  # it lost the end of its record, and got rows anew
+    assert set(numbers(source.next_batch(1))) == {1}
+    shards[0].refusal = None
+    assert {0, 1} == {number for _ in range(10) for number in numbers(source.next_batch(1))}
 
 
 def test_times_come_without_keys_and_rows_within_the_bound_are_counted_over_all_shards():

@@ -25,7 +25,7 @@ from paceline.identity import PolicyIdentity, require_same_run
 from paceline.learner.control import Message
 from paceline.learner.endpoint_link import SEND_SECONDS, EndpointLink
 from paceline.learner.snapshot_memory import SLOT_COUNT, SnapshotMemory
-from paceline.process import StopSignal
+from paceline.process import StopSignal, own_epoch_ns
 from paceline.rows import RowSpec
 from paceline.rpc.wire import row_spec_to_wire, snapshot_header_to_wire
 from paceline.snapshot import SnapshotHeader
@@ -81,6 +81,7 @@ class Endpoint:
                         "config": config.model_dump(mode="json"),
                         "actor_semantics_json": actor_semantics_json,
                         "resumed_environment_steps": resumed_environment_steps,
+                        "epoch_ns": own_epoch_ns(),
                     },
                     row_spec_to_wire(row_spec).SerializeToString(),
                 )

@@ -34,7 +34,7 @@ from paceline.learner.recorder import Recorder
 from paceline.learner.registry import RunRegistry
 from paceline.learner.run_service import Records, RunDescription, RunService
 from paceline.learner.snapshot_memory import SnapshotMemory
-from paceline.process import die_with_parent, tune_allocator
+from paceline.process import adopt_epoch, die_with_parent, tune_allocator
 from paceline.rpc.server import AioServer
 from paceline.rpc.wire import seconds_of
 from paceline.serving import parameter_service
@@ -268,6 +268,7 @@ async def _run(connection: socket.socket, memory: SnapshotMemory) -> int:
     if start is None:
         return 0
     configure_logging("endpoint", run_id=start.fields["config"]["run"]["id"])
+    adopt_epoch(start.fields["epoch_ns"])  # ages count from when the training process published
     try:
         with contextlib.ExitStack() as cleanup:
             process = EndpointProcess(start, writer, memory, cleanup)

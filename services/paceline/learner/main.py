@@ -152,6 +152,8 @@ class _Training:
             self._log.warning("nothing_to_resume", meaning="the run's folder has no checkpoint; the run begins")
         self._bound = LagBound(config.lag.max_lag_versions, self._start.policy_version if self._resumed else 0)
         self._published = published
+        self._waits_for: dict[int, str] = {}
+        """Why a shard's table is not open yet, as was said last."""
         self._endpoint: Endpoint
 
     def run(self, stop: StopSignal) -> None:
@@ -195,7 +197,7 @@ class _Training:
                     for address in self._config.replay.shard_addresses()
                 ]
                 try:
-                    inserted_rows = self._open_tables(channels, stop)
+                    inserted_by_shard = self._open_tables(channels, stop)
                 except DeadlineError:
                     if not stop.is_set():
                         raise
@@ -211,21 +213,26 @@ class _Training:
                         **self._source_options(),
                     )
                     cleanup.callback(source.close)
-                self._learn(source, inserted_rows, stop)
+                self._learn(source, inserted_by_shard, stop)
 
     def _source_options(self) -> dict[str, Any]:
         seed = _seed_of(self._config, self._incarnation)
         return {"seed": seed, "metrics": self._metrics, "device": self._device, "learner_id": self._learner_id}
 
-    def _learn(self, source: BatchSource, inserted_rows: int, stop: StopSignal) -> None:
+    def _learn(self, source: BatchSource, inserted_by_shard: Sequence[int | None], stop: StopSignal) -> None:
         settings, table = self._config.learner, self._config.replay.tables[self._config.learner.table]
+        inserted_rows = sum(each or 0 for each in inserted_by_shard)
+        if None in inserted_by_shard:
+            # What those that are away have is known from the checkpoint; by now it may be more. Whether one of them
+            # lost its rows shows when it comes.
+            inserted_rows = max(inserted_rows, self._start.environment_steps - self._start.step_offset)
         start = self._start.beside(inserted_rows, table.limiter.min_rows)
         if table.queue:
             # Its last rows may all be consumed: then no batch comes to learn from how far the run is.
             start = replace(start, environment_steps=inserted_rows + start.step_offset)
         source.set_policy_version(start.policy_version)
         if isinstance(source, ShardedSource | QueueShards):
-            source.go_on_from(inserted_rows)
+            source.go_on_from(inserted_by_shard, inserted_rows)
         loop = Loop(
             self._config,
             algorithm=self._algorithm,
@@ -283,31 +290,27 @@ class _Training:
         self._log.info("resumed", checkpoint=str(checkpoint.path), **vars(self._start))
         return True
 
-    def _open_tables(self, channels: Sequence[grpc.Channel], stop: StopSignal) -> int:
-        """Declare the rows to every shard; rows that their tables ever got, before and now.
+    def _open_tables(self, channels: Sequence[grpc.Channel], stop: StopSignal) -> list[int | None]:
+        """Declare the rows to every shard; rows that its table ever got, before and now, or None where it is away.
 
-        A run begins when all are there. One that goes on does so without those that stay away for
-        `rpc.deadline_seconds`, as it would if they went away now; one has to be there.
+        A run begins when all are there. One that goes on does so without those that do not come within
+        `rpc.deadline_seconds` each, as it would if they went away now; one has to be there.
 
         Raises:
             DeadlineError: the process was asked to stop first.
             ConflictError: their rows came about under another learner, or (ReplacedError) a newer one took over.
         """
-        waits_for_all = not self._resumed or len(channels) == 1
-        while True:
-            until = math.inf if waits_for_all else time.monotonic() + self._config.rpc.deadline_seconds
-            opened = [self._open_table(shard, channel, stop, until) for shard, channel in enumerate(channels)]
-            rows = [each for each in opened if each is not None]
-            if len(rows) == len(opened):
-                return sum(rows)
-            if rows:
-                for shard in (shard for shard, each in enumerate(opened) if each is None):
-                    self._log.warning("shard_left_out", shard=shard, meaning="it is away; it is taken in when it comes")
-                # What those that are away have is known from the checkpoint; by now it may be more, and never less.
-                return max(sum(rows), self._start.environment_steps - self._start.step_offset)
+        seconds = self._config.rpc.deadline_seconds if self._resumed and len(channels) > 1 else math.inf
+        opened: list[int | None] = [None]
+        while not any(each is not None for each in opened):
+            opened = [self._open_table(shard, channel, stop, seconds) for shard, channel in enumerate(channels)]
+        for shard, each in enumerate(opened):
+            if each is None:
+                self._log.warning("shard_left_out", shard=shard, meaning="it is away; it is taken in when it comes")
+        return opened
 
-    def _open_table(self, shard: int, channel: grpc.Channel, stop: StopSignal, until: float) -> int | None:
-        """Declare the rows to a shard; rows that its table ever got, or None if it has not answered by `until`.
+    def _open_table(self, shard: int, channel: grpc.Channel, stop: StopSignal, seconds: float) -> int | None:
+        """Declare the rows to a shard; rows that its table ever got, or None if it does not answer within `seconds`.
 
         Raises:
             DeadlineError: the process was asked to stop first.
@@ -322,8 +325,8 @@ class _Training:
             learner_id=self._learner_id,
             learner_incarnation=self._incarnation,
         )
+        until = time.monotonic() + seconds
         deadline = self._config.rpc.deadline_seconds
-        said = ""
 
         def open_and_describe() -> replay_pb2.DescribeTablesResponse:
             stub.OpenTable(request, timeout=deadline)
@@ -333,13 +336,12 @@ class _Training:
             return answer
 
         def waiting(error: PacelineError, seconds: float) -> None:
-            nonlocal said
             self._endpoint.check()
-            if str(error) != said:
-                said = str(error)
-                self._log.info("waiting_for_replay", shard=shard, reason=said)
+            if str(error) != self._waits_for.get(shard):
+                self._waits_for[shard] = str(error)
+                self._log.info("waiting_for_replay", shard=shard, reason=str(error))
             if time.monotonic() >= until:
-                raise _ShardAwayError(said) from error
+                raise _ShardAwayError(str(error)) from error
 
         try:
             answer = call_until_answered(

@@ -32,7 +32,7 @@ from paceline.learner.control import Message, take_messages
 from paceline.learner.priority_updates import PriorityUpdates
 from paceline.learner.replay_clock import ReplayClock
 from paceline.learner.replay_stream import ReplayStream
-from paceline.process import die_with_parent, tune_allocator, yield_to_others
+from paceline.process import adopt_epoch, die_with_parent, tune_allocator, yield_to_others
 from paceline.rpc.bulk import SAMPLE_RESPONSE, Bulk
 from paceline.rpc.client import open_channel
 from paceline.rpc.tokens import LEARNER
@@ -291,6 +291,7 @@ def main(arguments: list[str]) -> int:
             return 0
         received += data
     configure_logging("receiver", run_id=messages[0].fields["run_id"])
+    adopt_epoch(messages[0].fields["epoch_ns"])  # times at which rows were stored are told by the learner's clock
     Receiver(messages[0], connection, descriptors[1]).run(received)
     return 1
 

@@ -132,6 +132,7 @@ _GAUGES = {
     ),
     "upstream_silence_seconds": "Seconds since upstream answered. Bad: above two relay.poll_seconds: it is away.",
     "collectors": "Collectors below this relay, heard within learner.silence_seconds. Bad: fewer than were started.",
-    "clock_offset_seconds": "The learner's clock minus this host's. Bad: changing by leaps: one of them was set.",
+    "clock_offset_seconds": "The learner's clock minus this host's. Bad: changing by leaps: a host slept, or one of "
+    "the two began anew by another clock.",
     "clock_uncertainty_seconds": "How far that offset may be off. Bad: above the delays that it serves to measure.",
 }

@@ -24,11 +24,17 @@ class Draws:
     """What samplers take from one table. What is granted counts as sampled; so what is not drawn is given back."""
 
     def __init__(
-        self, table: str, memory: TableMemory, limiter: Limiter, changed: threading.Condition, metrics: TableMetrics
+        self,
+        table: str,
+        memory: TableMemory,
+        limiter: Limiter,
+        changed: threading.Condition,
+        metrics: TableMetrics,
+        is_whole: Callable[[], bool],
     ) -> None:
-        """`changed` is notified when other rows may have become drawable."""
+        """`changed` is notified when other rows may have become drawable; `is_whole`: none is yet to be restored."""
         self._table, self._memory, self._limiter, self._changed = table, memory, limiter, changed
-        self._metrics = metrics
+        self._metrics, self._is_whole = metrics, is_whole
         # A sampler that goes by version knows the bound itself.
         self._skips = memory.settings.max_lag_versions is not None and memory.settings.sampler != "recent"
         if self._skips:
@@ -132,7 +138,8 @@ class Draws:
                     longest = deadline_seconds if starvation is None else min(deadline_seconds, STARVED_SECONDS)
                     seconds = began + longest - time.monotonic()
                     if seconds <= 0 and starvation is not None:
-                        kind = StarvedForGoodError if self._limiter.is_complete else StarvedError
+                        is_for_good = self._limiter.is_complete and self._is_whole()
+                        kind = StarvedForGoodError if is_for_good else StarvedError
                         raise kind(f"table {self._table!r}: {starvation}") from why
                     if seconds <= 0:
                         raise LimiterTimeoutError(

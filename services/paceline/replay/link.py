@@ -122,8 +122,8 @@ class RedisLink:
         self.is_loading = False
         """Whether the last failure was that Redis is still loading its data."""
         self.was_admitted = False
-        """Set by who has got by with these credentials: a Redis that refuses them later may have its password or its
-        users changed just now, so UnavailableError says that, and no ConfigError."""
+        """Set by who has got by with this URL: a Redis that refuses it later may have its password, users, certificate
+        or databases changed just now, so UnavailableError says that, and no ConfigError."""
         self._pid = os.getpid()
         self._broken_off = 0  # scripts of which a part may be done: what comes after must not build upon it
         self._deadline_seconds = deadline_seconds

@@ -99,7 +99,7 @@ class Table:
         self._appending = threading.Lock()
         self._whole = threading.Event()
         metrics.whole.set(0)
-        self.draws = Draws(name, self.memory, self.limiter, self.changed, metrics)
+        self.draws = Draws(name, self.memory, self.limiter, self.changed, metrics, self._whole.is_set)
 
     @property
     def inserted(self) -> int:

@@ -173,20 +173,28 @@ class FollowSource:
 
     def close(self) -> None:
         """Stop following, once replay has noted what was sampled: the next learner's limiter goes on from there."""
-        if self._caught_up_at is not None and not (self._is_closed or self.is_away):
+        if self._caught_up_at is not None and not self._is_closed:
             self._is_closed = True
-            self._report()
-            reason = self._follower.wait_until_noted(lambda table: table.sampled_row_count >= self._limiter.sampled)
-            if reason is not None:
-                get_logger().warning(
-                    "samples_not_reported",
-                    table=self._table,
-                    shard=self._shard,
-                    sampled_row_count=self._limiter.sampled,
-                    reason=reason,
-                    meaning="the next learner samples as many rows more as were not counted",
-                )
+            self._wait_until_reported()
         self._follower.close()
+
+    def _wait_until_reported(self) -> None:
+        sampled, reported = self._limiter.sampled, self._reported
+        if self._follower.is_away:
+            noted, reason = reported, self._follower.reason if sampled > reported else None
+        else:
+            self._report()
+            noted, reason = self._follower.wait_until_noted(lambda table: table.sampled_row_count, sampled)
+        if reason is not None:
+            get_logger().warning(
+                "samples_not_reported",
+                table=self._table,
+                shard=self._shard,
+                sampled_row_count=sampled,
+                noted_row_count=noted,
+                reason=reason,
+                meaning="the next learner samples as many rows more as were not counted",
+            )
 
     def begin(self, table: replay_pb2.TableDescription) -> replay_pb2.FollowRequest:
         """Go on from the next row; at the start from the first one that replay has."""

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config import RpcConfig
-from paceline.errors import BlockError, PacelineError, UnavailableError
+from paceline.errors import BlockError, DeadlineError, PacelineError, UnavailableError
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.replay_clock import ReplayClock
 from paceline.learner.replay_stream import ReplayStream
@@ -131,23 +131,28 @@ class Follower:
             self._has_news = True
             self._changed.notify_all()
 
-    def wait_until_noted(self, is_noted: Callable[[replay_pb2.TableDescription], bool]) -> str | None:
-        """Wait until replay's description of the table says that all progress is noted; why it does not, or None.
+    def wait_until_noted(
+        self, count_of: Callable[[replay_pb2.TableDescription], int], expected: int
+    ) -> tuple[int, str | None]:
+        """Wait until replay's description of the table has such a count; the one that it had last, and why it has not.
 
         A report that is on its way is lost with the stream: whoever closes waits for it.
         """
         until = time.monotonic() + LAST_REPORT_SECONDS
-        reason = "it has not said so yet"
+        noted, reason = 0, "it has not said so yet"
         while self.failure is None and (left := until - time.monotonic()) > 0:
             try:
                 with raising(self._peer):
-                    if is_noted(self._table_of(self._clock.describe(left))):
-                        return None
+                    noted = count_of(self._table_of(self._clock.describe(left)))
+                if noted >= expected:
+                    return noted, None
+            except DeadlineError:
+                pass  # the wait's own; what was said before is why
             except PacelineError as error:
                 reason = str(error)
             with self._changed:
                 self._changed.wait(min(left, LOOK_SECONDS))
-        return str(self.failure or reason)
+        return noted, str(self.failure or reason)
 
     def close(self) -> None:
         """End the thread."""
@@ -202,7 +207,11 @@ class Follower:
             self._reader.take(response.head, rows, self._clock.to_own(response.arrays["stored_at"]))
 
     def _table_of(self, described: replay_pb2.DescribeTablesResponse) -> replay_pb2.TableDescription:
-        return next(each for each in described.tables if each.name == self._table)
+        """Raises UnavailableError while replay does not serve it: it may have come back without."""
+        for table in described.tables:
+            if table.name == self._table:
+                return table
+        raise UnavailableError(f"{self._peer} has no table {self._table!r} yet")
 
     def _next_stream(self) -> int:
         """End the requests of the stream before; gives the number of the next one."""

@@ -48,7 +48,8 @@ def open_samples(
 
     Args:
         learner_version: what the bound on the lag counts from at the start; None: what replay's rows say.
-        learner_id: replay refuses another learner than that of its rows; empty: it is not said.
+        learner_id: replay refuses another learner than that of its rows, and asks its incarnation, which
+            `learner_version` has; empty: it is not said.
     """
     learner, shards = config.learner, config.replay.shards
     table = config.replay.tables[learner.table]

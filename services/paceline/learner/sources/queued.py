@@ -144,13 +144,14 @@ class QueueSource:
         """Whatever replay does not know is consumed it gives to the next learner, which then trains on it again."""
         if not self._consumed:
             return
-        reason = self._follower.wait_until_noted(lambda table: table.consumed_row >= self._consumed)
+        noted, reason = self._follower.wait_until_noted(lambda table: table.consumed_row, self._consumed)
         if reason is not None:
             get_logger().warning(
                 "rows_not_consumed",
                 table=self._table,
                 shard=self._shard,
                 consumed_row=self._consumed,
+                noted_row=noted,
                 reason=reason,
                 meaning="replay does not know of the last rows that they were learned from: the next learner gets them "
                 "again",

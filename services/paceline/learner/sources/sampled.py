@@ -24,6 +24,7 @@ from paceline.learner.control import Message, take_messages
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.replay_stream import FLOWING
 from paceline.learner.sources.batch import Batch, RowCounts
+from paceline.process import own_epoch_ns
 from paceline.rows import RowSpec
 from paceline.rpc.client import NO_SECURITY
 from paceline.rpc.wire import row_spec_to_wire
@@ -76,8 +77,8 @@ class SampleSource:
             tells_rows: `counts` is kept up to date; replay is asked every second.
             learner: its newest version at the start, which the first order says; None: nothing is said until
                 `set_policy_version`, and then of no learner.
-            learner_id: replay refuses another learner than the one that its rows came about under; empty: it is not
-                said.
+            learner_id: replay refuses another learner than the one that its rows came about under, so `learner` has to
+                say its incarnation; empty: it is not said.
         """
         learner = learner or LearnerVersion(0)
         # One more than are ordered: that which the learner reads.
@@ -128,6 +129,7 @@ class SampleSource:
                     "seed": seed,
                     "base_version": learner.base_version,
                     "learner_incarnation": learner.incarnation,
+                    "epoch_ns": own_epoch_ns(),
                 },
                 replay_pb2.OpenTableRequest(
                     run_id=run_id,

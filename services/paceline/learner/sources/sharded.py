@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 
 from paceline.errors import DeadlineError, StarvedError, StarvedForGoodError
 from paceline.learner.metrics import LearnerMetrics
-from paceline.learner.sources.batch import SHARD_BITS, Batch, RowCounts, RowsEndedError, ShardSource
+from paceline.learner.sources.batch import SHARD_BITS, Batch, BatchSource, RowCounts, RowsEndedError, ShardSource
 from paceline.learner.sources.queued import QueueSource
+from paceline.telemetry import get_logger
 
 _LOOK_UP_SECONDS = 0.1
 """A wait for one shard looks up this often, to see that it went away."""
@@ -99,22 +101,37 @@ class _InsertedRows:
 
     def __init__(self, shard_count: int) -> None:
         self._counts = [0] * shard_count
+        self._is_heard = [False] * shard_count
         self._unheard_rows = 0
 
-    def go_on_from(self, row_count: int) -> None:
-        """All have so many at least: what those that say how many do not have, the others do."""
-        self._unheard_rows = max(0, row_count - sum(self._counts))
+    def go_on_from(self, counts: Sequence[int | None], least: int) -> None:
+        """What each shard said, None where it is away. All have `least` at least: what is missing, those have."""
+        self._counts = [count or 0 for count in counts]
+        self._is_heard = [count is not None for count in counts]
+        self._unheard_rows = 0 if all(self._is_heard) else max(0, least - sum(self._counts))
 
     def note(self, shard: int, count: int) -> None:
-        """A shard says how many it ever got."""
-        if not self._counts[shard]:
-            self._unheard_rows = max(0, self._unheard_rows - count)
+        """A shard says how many it ever got; 0: it says nothing."""
+        if not count:
+            return
         self._counts[shard] = count
+        if self._is_heard[shard]:
+            return
+        self._is_heard[shard] = True
+        self._unheard_rows = max(0, self._unheard_rows - count)
+        if all(self._is_heard) and self._unheard_rows:
+            get_logger().warning(
+                "shard_lost_rows",
+                rows=self._unheard_rows,
+                meaning="a shard that was away came back with fewer rows than the checkpoint knows: no update is owed "
+                "until collectors have made up for them; a learner that starts again forgives them at once",
+            )
+            self._unheard_rows = 0
 
     @property
     def total(self) -> int:
         """Over all shards."""
-        return sum(self._counts) + (0 if all(self._counts) else self._unheard_rows)
+        return sum(self._counts) + self._unheard_rows
 
 
 class ShardedSource:
@@ -158,9 +175,9 @@ class ShardedSource:
         self._wanted: npt.NDArray[np.int64] | None = None
         self._share = np.zeros(len(self._shards))
 
-    def go_on_from(self, inserted_row_count: int) -> None:
-        """All shards together ever got so many rows at least: one that is away at the start has its part of them."""
-        self._inserted.go_on_from(inserted_row_count)
+    def go_on_from(self, inserted_row_counts: Sequence[int | None], least: int) -> None:
+        """Rows that each shard ever got, None where it is away; all together got `least` at least."""
+        self._inserted.go_on_from(inserted_row_counts, least)
 
     def next_batch(self, seconds: float) -> Batch:
         """The next batch. Raises DeadlineError, with the reason, when there is none within `seconds`.
@@ -177,7 +194,11 @@ class ShardedSource:
         counts = [shard.counts for shard in self._shards]
         for number, each in enumerate(counts):
             self._inserted.note(number, each.inserted_row_count)
-        drawable = [each.drawable_row_count for each in counts if each.inserted_row_count]
+        drawable = [
+            0 if shard.is_spent else shard.counts.drawable_row_count
+            for shard in self._shards
+            if shard.counts.inserted_row_count
+        ]
         return Batch(
             self._rows,
             sum(each.table_row_count for each in counts),
@@ -200,8 +221,7 @@ class ShardedSource:
 
     def close(self) -> None:
         """Stop fetching."""
-        for shard in self._shards:
-            shard.source.close()
+        _close_all([shard.source for shard in self._shards])
 
     def _gather(self, until: float) -> bool:
         """Go on with the batch in the making until it is full; False: no shard has rows to give now.
@@ -306,7 +326,7 @@ class ShardedSource:
     def _can_another(self, number: int) -> bool:
         """Whether a shard other than this one has rows to give, or may have soon."""
         for other, shard in enumerate(self._shards):
-            if other != number:
+            if other != number and not shard.is_spent:
                 if not shard.is_here:
                     self._ask(shard)
                 if shard.is_here:
@@ -321,7 +341,8 @@ class ShardedSource:
     def _take(self, shard: _Shard, batch: Batch) -> None:
         shard.drop()
         shard.batch, shard.used, shard.age = batch, 0, 0
-        shard.waits_since, shard.is_held_back = None, False
+        # A spent one may have lost the end of its record, and then get rows anew.
+        shard.waits_since, shard.is_held_back, shard.is_spent = None, False, False
         shard.counts = RowCounts(batch.table_row_count, batch.inserted_row_count, batch.drawable_row_count)
 
     def _copy(self, number: int) -> None:
@@ -356,6 +377,12 @@ def _of_shard(number: int, error: DeadlineError) -> DeadlineError:
     return kind(f"shard {number}: {error}")
 
 
+def _close_all(sources: Sequence[BatchSource]) -> None:
+    """At once: each may wait for its shard."""
+    with ThreadPoolExecutor(len(sources)) as threads:
+        list(threads.map(lambda source: source.close(), sources))
+
+
 class QueueShards:
     """Batches of several queues, each batch of one of them, in turn as they have one."""
 
@@ -365,9 +392,9 @@ class QueueShards:
         self._inserted = _InsertedRows(len(sources))
         self._turn = 0
 
-    def go_on_from(self, inserted_row_count: int) -> None:
-        """All queues together ever got so many rows at least."""
-        self._inserted.go_on_from(inserted_row_count)
+    def go_on_from(self, inserted_row_counts: Sequence[int | None], least: int) -> None:
+        """As `ShardedSource.go_on_from`."""
+        self._inserted.go_on_from(inserted_row_counts, least)
 
     def next_batch(self, seconds: float) -> Batch:
         """The next batch; the one before is consumed. Raises DeadlineError when there is none within `seconds`.
@@ -407,5 +434,4 @@ class QueueShards:
 
     def close(self) -> None:
         """Stop fetching."""
-        for source in self._sources:
-            source.close()
+        _close_all(self._sources)
