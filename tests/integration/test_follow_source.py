@@ -212,7 +212,8 @@ def test_samples_stop_at_the_edge_of_the_band_and_are_reported_before_the_wait(r
         source.next_batch(0.05)
 
 
-def test_what_is_not_reported_yet_is_before_a_wait(replay, follow, monkeypatch):
+@pytest.mark.parametrize("before", ["a wait", "the close"])
+def test_what_is_not_reported_yet_is(replay, follow, monkeypatch, before):
     monkeypatch.setattr(followed, "REPORT_SECONDS", 1e9)
     service = replay()
     service.append(100)
@@ -223,21 +224,13 @@ def test_what_is_not_reported_yet_is_before_a_wait(replay, follow, monkeypatch):
     service.wait_for(lambda: service.sampled == 6 * 260, "six batches are reported")
     source.next_batch(SECONDS)
     assert source._reported == 6 * 260
-    with pytest.raises(DeadlineError):
-        source.next_batch(0.05)
-    service.wait_for(lambda: service.sampled == 7 * 260, "what was sampled is reported")
-
-
-def test_what_is_not_reported_yet_is_before_the_close(replay, follow, monkeypatch):
-    monkeypatch.setattr(followed, "REPORT_SECONDS", 1e9)
-    service = replay()
-    service.append(100)
-    source = follow(service, limiter=LimiterSettings(100, 4.0, 4000, SECONDS), batch_size=260)
-    for _ in range(3):
-        source.next_batch(SECONDS)
-    assert source._reported == 2 * 260
-    source.close()
-    assert service.sampled == 3 * 260
+    if before == "a wait":
+        with pytest.raises(DeadlineError):
+            source.next_batch(0.05)
+        service.wait_for(lambda: service.sampled == 7 * 260, "what was sampled is reported")
+    else:
+        source.close()
+        assert service.sampled == 7 * 260
 
 
 def test_a_source_that_cannot_report_what_it_sampled_closes_soon_and_says_why(replay, follow, monkeypatch):
