@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import BlockError
 from paceline.tables.ring import LOCKED_AFTER, HostRows, Ring
+from paceline.tables.stored_times import StoredTimes
 
 ROW_BYTES = 8
 
@@ -267,4 +268,4 @@ def test_keys_must_grow():
 
 
 def test_the_memory_of_a_ring_is_that_of_its_places_and_their_times():
-    assert ring_of(30, 10).memory_bytes == 40 * (ROW_BYTES + 8)
+    assert ring_of(30, 10).memory_bytes == 40 * ROW_BYTES + StoredTimes(40).nbytes

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from paceline.errors import BlockError
 from paceline.tables.memory import MemorySettings, TableMemory
 from paceline.tables.pages import PAGE, PAGE_ROWS
+from paceline.tables.stored_times import StoredTimes
 
 CAPACITY = 40
 KINDS = {
@@ -378,7 +379,9 @@ def test_a_page_brings_no_row_to_life_that_is_not_held():
 def test_memory_counts_rows_and_what_is_known_of_them():
     plain, weighted = memory_of(row_bytes=400), memory_of(row_bytes=400, sampler="prioritised")
     physical = plain.settings.physical_rows
-    assert plain.memory_bytes == physical * (400 + 8)
+    times = StoredTimes(physical).nbytes
+    assert times >= 8 * physical
+    assert plain.memory_bytes == physical * 400 + times
     assert weighted.memory_bytes > weighted.settings.physical_rows * (400 + 8 + 8 + 4)
 
 

@@ -19,8 +19,9 @@ from paceline.tables.bounded import BoundedSampler
 from paceline.tables.pages import PAGE_ROWS, Pages
 from paceline.tables.prioritised import PrioritisedSampler
 from paceline.tables.recent import RecentSampler
-from paceline.tables.ring import At, HostRows, Keys, Ring, RowStore, Seconds, gap_rows_of
+from paceline.tables.ring import At, HostRows, Keys, Ring, RowStore, gap_rows_of
 from paceline.tables.samplers import OrderedSampler, UniformSampler, WeightedSampler
+from paceline.tables.stored_times import Seconds
 
 EVICTED_SHARE = 64
 """Rows of lowest priority leave by this fraction (1/64) of the capacity: finding them takes a look at every row."""

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from paceline.errors import BlockError
 from paceline.rows import ByteMatrix
+from paceline.tables.stored_times import Seconds, StoredTimes
 
 Keys = npt.NDArray[np.int64]
-Seconds = npt.NDArray[np.float64]
 At = slice | npt.NDArray[np.int64]
 
 Draw = Callable[[int, At], Keys]
@@ -103,7 +103,7 @@ class Ring:
         self.lock = threading.Lock()
         """Held for draws and for changes of what the ring holds, never for a copy of rows."""
         self._rows, self._on_leave = rows, on_leave
-        self._stored_at: Seconds = np.empty(physical_rows, np.float64)
+        self._stored_at = StoredTimes(physical_rows)
         self._blocks: deque[tuple[int, int]] = deque()
         """First and end key of each block held."""
         self._runs: deque[tuple[int, int]] = deque()
@@ -294,7 +294,7 @@ class Ring:
         np.minimum(index.view(np.uint64), wrapped.view(np.uint64), out=index.view(np.uint64))
         self._rows.gather(index, out)
         if stored_at is not None:
-            np.take(self._stored_at, index, out=stored_at, mode="clip")
+            self._stored_at.gather(index, stored_at)
 
     def _find_run(
         self, first_row: int, max_rows: int, narrow: Callable[[int, int], tuple[int, int]] | None
@@ -321,11 +321,11 @@ class Ring:
             part = slice(done, done + count)
             self._rows.write(position, rows[part])
             times = stored_at[part] if isinstance(stored_at, np.ndarray) else stored_at
-            self._stored_at[position : position + count] = times
+            self._stored_at.write(position, count, times)
             done += count
 
     def _copy_out(self, first: int, end: int) -> tuple[ByteMatrix, Seconds]:
         pieces = self._pieces(first, end)
         rows = [self._rows.read(position, count) for position, count in pieces]
-        times = [self._stored_at[position : position + count] for position, count in pieces]
+        times = [self._stored_at.read(position, count) for position, count in pieces]
         return rows[0] if len(rows) == 1 else np.concatenate(rows), np.concatenate(times)
