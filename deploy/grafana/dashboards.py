@@ -263,7 +263,11 @@ def replay() -> Board:
                         "Waits that ended at the deadline, per second",
                         rate(f"{REPLAY}limiter_timeouts_total", "table", "side"),
                     ),
-                    panel("Open streams", value(f"{REPLAY}open_streams", "rpc", how="sum")),
+                    panel(
+                        "Open streams",
+                        value(f"{REPLAY}open_streams", "rpc", how="sum"),
+                        value(f"{REPLAY}shared_memory_streams", "rpc", how="sum", legend="{{rpc}}, through memory"),
+                    ),
                     activities("Share of the streams' time, by activity", f"{REPLAY}activity_seconds_total"),
                 ],
             ),

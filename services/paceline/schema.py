@@ -191,6 +191,11 @@ def _replay() -> list[Metric]:
               bad="0, appends wait for it", do="see whether Redis is up, reachable, and has loaded its data"),
         gauge("open_streams", "streams", "Streams open now.", Label("rpc", ("Append", "Sample", "Follow")),
               bad="at replay.max_streams: further ones are refused", do="raise replay.max_streams"),
+        gauge("shared_memory_streams", "streams",
+              "Streams open now for whose rows client and replay share memory; small blocks do without it.",
+              Label("rpc", ("Append", "Sample")),
+              bad="0 where client and replay run side by side on one machine: rows go through a connection, which is "
+              "slower", do="have clients call a loopback address, as the same user and not in containers of their own"),
         gauge("restore_seconds", "seconds", "How long the restore took when this process began.",
               bad="above what a restart may cost", do="lower capacity_rows, or add shards"),
         counter("activity_seconds_total", "seconds", "Seconds of the streams' threads, by what they did.",

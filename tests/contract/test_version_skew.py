@@ -297,6 +297,7 @@ def test_a_collector_sends_blocks_together_only_to_a_service_that_takes_them(
         collector_index=30 if release == "before" else 31,
         collector_incarnation=1,
         max_blocks_in_flight=4,
+        block_rows=10,
         rpc=thread.config.rpc,
         limiter_seconds=10,
         metrics=CollectorMetrics(CollectorRegistry()),

@@ -209,6 +209,8 @@ class Replay(replay_pb2_grpc.ReplayServiceServicer):
         self.messages: list[list[int]] = []
         """The sequences of the blocks of each request."""
         self.blocks: list[replay_pb2.AppendRequest] = []
+        self.offers: list[bytes] = []
+        """Keys of the memory that streams offered."""
         self.known: dict[tuple[int, int], int] = {}
         self.duplicates = 0
         self.received = self.streams = 0
@@ -249,6 +251,8 @@ class Replay(replay_pb2_grpc.ReplayServiceServicer):
         with self.changed:
             self.streams += 1
         for request in requests:
+            if request.HasField("memory"):
+                self.offers.append(request.memory.key)
             if self.refusal is not None:
                 abort(context, self.refusal)
             blocks = blocks_from_wire(Bulk(request, request.rows), max(1, self.max_blocks))

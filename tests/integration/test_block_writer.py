@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import numpy as np
@@ -31,6 +32,8 @@ from paceline.v1 import replay_pb2
 
 NEVER = StopSignal()
 WINDOW = 4
+BLOCK_ROWS = 1000
+"""At most; blocks have a few."""
 
 
 def block_of(*numbers):
@@ -54,6 +57,7 @@ class Writing:
             collector_index=1,
             collector_incarnation=2,
             max_blocks_in_flight=WINDOW,
+            block_rows=BLOCK_ROWS,
             rpc=settings,
             limiter_seconds=limiter_seconds,
             metrics=CollectorMetrics(self.registry),
@@ -106,6 +110,16 @@ def test_blocks_whose_answer_is_lost_are_stored_once_and_in_order(start):
     assert writing.value("rows_appended_total") == 300 - replay.duplicates
     assert writing.value("blocks_appended_total") == 300
     assert writing.value("duplicate_blocks_total") == replay.duplicates == 100
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory that can be offered")
+def test_each_stream_offers_memory_of_its_own_since_replay_may_still_read_what_an_earlier_one_had(start):
+    replay, _, port = start.replay(abort_every=2)
+    writing = start.writing(port)
+    for number in range(20):
+        writing.submit(number)
+    assert writing.writer.close([], 20) == 0
+    assert len(set(replay.offers)) == len(replay.offers) == replay.streams == 11
 
 
 def test_a_replay_service_that_comes_back_gets_what_it_lacks_and_no_more(start):

@@ -269,3 +269,17 @@ def test_the_receiver_loads_no_torch():
     code = "import sys, paceline.learner.receiver_process; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "False"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has memory that can be offered")
+def test_each_stream_offers_memory_of_its_own_since_replay_may_still_write_to_what_an_earlier_one_had(replay, sample):
+    source = sample()
+    source.next_batch(SECONDS)
+    replay.stop()
+    replay.start()
+    for _ in range(6):
+        source.next_batch(SECONDS)
+    offers = [asked.memory.key for asked in replay.samples if asked.HasField("memory")]
+    assert len(set(offers)) == len(offers) == 2
+    maps = Path(f"/proc/{source.process.pid}/maps")
+    wait_until(lambda: sum("memfd:paceline-rows" in line for line in maps.read_text().splitlines()) == 1)

@@ -84,6 +84,7 @@ def write(serve) -> Iterator[Callable[[str], tuple[ReplayThread, Client, BlockWr
             collector_index=0,
             collector_incarnation=1,
             max_blocks_in_flight=4,
+            block_rows=10,
             rpc=config.rpc,
             limiter_seconds=SECONDS,
             metrics=CollectorMetrics(CollectorRegistry()),

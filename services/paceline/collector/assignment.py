@@ -62,6 +62,13 @@ class Assignment:
         least = {"plain": math.inf, "auto": AUTO_COMPACT_BYTES, "compact": 1}[wanted]
         return form if form.pair_bytes >= least else None
 
+    @property
+    def block_rows(self) -> int:
+        """Rows of a full block."""
+        # Half a message leaves room for what stands beside the rows.
+        rows_that_fit = max(1, self.config.rpc.max_message_bytes // 2 // self.spec.row_bytes)
+        return min(self.config.collector.block_rows, rows_that_fit)
+
     def build_environments(self, rebuild: int, first_episode: int) -> Environments:
         """Freshly seeded environments, after so many rebuilds; their first episode has that number."""
         place, count = self.place, self.config.collector.environments
@@ -72,11 +79,9 @@ class Assignment:
     def make_filler(self, clock: LearnerClock) -> Filler:
         """What makes the rows of steps, stamped with times of the learner's clock."""
         settings, algorithm = self.config.collector, self.config.learner.algorithm
-        # Half a message leaves room for what stands beside the rows.
-        rows_that_fit = max(1, self.config.rpc.max_message_bytes // 2 // self.spec.row_bytes)
         block = OpenBlock(
             self.spec,
-            block_rows=min(settings.block_rows, rows_that_fit),
+            block_rows=self.block_rows,
             block_seconds=settings.block_seconds,
             stamps={"collector_index": self.place.index, "collector_incarnation": self.place.incarnation},
             clock=clock,

@@ -182,6 +182,7 @@ def _open_loop(
         collector_index=place.index,
         collector_incarnation=place.incarnation,
         max_blocks_in_flight=config.collector.max_blocks_in_flight,
+        block_rows=assignment.block_rows,
         rpc=config.rpc,
         limiter_seconds=assignment.table.limiter.deadline_seconds,
         metrics=metrics,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import grpc
 
 from paceline.collector.metrics import CollectorMetrics
+from paceline.collector.outbox import Outbox
 from paceline.config import RpcConfig
 from paceline.errors import (
     DeadlineError,
@@ -79,6 +80,7 @@ class BlockWriter:
         collector_index: int,
         collector_incarnation: int,
         max_blocks_in_flight: int,
+        block_rows: int,
         rpc: RpcConfig,
         limiter_seconds: float,
         metrics: CollectorMetrics,
@@ -88,6 +90,7 @@ class BlockWriter:
         """Prepare; nothing is sent before `start`.
 
         Args:
+            block_rows: of a block at most; a longer one is sent all the same.
             compact_form: the form of blocks that are smaller in it; None: all go in the plain form.
             compact_stride: rows from one of an environment to that which goes on where it ends.
             limiter_seconds: how long replay may hold one block back before it says so.
@@ -101,6 +104,8 @@ class BlockWriter:
         self._run_id, self._table, self._spec = run_id, table, spec
         self._index, self._incarnation = collector_index, collector_incarnation
         self._window, self._rpc, self._metrics = max_blocks_in_flight, rpc, metrics
+        # Room for a window of full blocks, and for one more, since each lies in one piece.
+        self._outbox_bytes = (max_blocks_in_flight + 1) * block_rows * spec.row_bytes
         self._message_bytes, self._message_blocks = min(MESSAGE_BYTES, rpc.max_message_bytes // 2), 1
         self._form, self._stride = compact_form, compact_stride
         # A block may wait behind the others of the window, each of which the limiter may hold back.
@@ -114,6 +119,8 @@ class BlockWriter:
         self._last_answer = time.monotonic()
         self._closing, self._abandoned = False, StopSignal()
         self._call: grpc.Call | None = None
+        self._outbox: Outbox | None = None
+        """Of the stream that is open: replay may still be reading what an earlier one had."""
         self._thread = threading.Thread(target=self._run, name="block-writer", daemon=True)
         self.complete = False
         """Replay has all the rows that the run asked for."""
@@ -250,6 +257,8 @@ class BlockWriter:
                     call.cancel()
             try:
                 for answer in call:
+                    if self._outbox is not None:
+                        self._outbox.note(answer)
                     self._acknowledge(answer)
             except grpc.RpcError:
                 if self._is_silent:
@@ -263,6 +272,9 @@ class BlockWriter:
                 with self._changed:
                     ended.set()
                     self._changed.notify_all()
+                    if self._outbox is not None:
+                        self._outbox.close()
+                    self._outbox = self._call = None
 
     def _requests(self, ended: threading.Event) -> Iterator[Bulk[replay_pb2.AppendRequest]]:
         """What one stream sends: every unacknowledged block from the oldest on, then each new one.
@@ -270,6 +282,7 @@ class BlockWriter:
         Blocks that wait at the same time share a message; none is waited for.
         """
         sent, old_at = 0, time.monotonic() + self._rpc.stream_seconds * _STREAM_REUSE
+        outbox: Outbox | None = None
         while True:
             with self._changed:
                 now = time.monotonic()
@@ -287,7 +300,12 @@ class BlockWriter:
                         return
                     self._changed.wait(min(late_at, old_at) - now + 0.001)
                     continue
-            yield blocks_to_wire(self._run_id, self._table, blocks)
+                if sent == 0 and self._rpc.shared_memory:
+                    outbox = self._outbox = Outbox.create(self._outbox_bytes)
+            request = blocks_to_wire(self._run_id, self._table, blocks)
+            if outbox is not None:
+                outbox.pass_on(request)
+            yield request
             sent = blocks[-1].header.sequence
 
     def _next_blocks(self, sent: int) -> list[SentBlock]:

@@ -35,9 +35,10 @@ from paceline.learner.replay_stream import ReplayStream
 from paceline.process import adopt_epoch, die_with_parent, tune_allocator, yield_to_others
 from paceline.rpc.bulk import SAMPLE_RESPONSE, Bulk
 from paceline.rpc.client import open_channel
+from paceline.rpc.shared_memory import OfferedMemory, part_of
 from paceline.rpc.tokens import LEARNER
 from paceline.telemetry import configure_logging, get_logger
-from paceline.v1 import replay_pb2
+from paceline.v1 import replay_pb2, rows_pb2
 
 _TELL_ROWS_SECONDS = 1.0
 
@@ -108,6 +109,10 @@ class Receiver:
         )
         self._connection, self._sending = connection, threading.Lock()
         self._orders = Orders()
+        # Of all slots but the one that the training process reads: more batches are never owed.
+        self._owed_bytes = (fields["slot_count"] - 1) * self._batch_size * self._row_bytes
+        self._shared: OfferedMemory | None = None
+        """Of the stream that is open: what an earlier one may still write is where nobody looks any more."""
         self._order = replay_pb2.SampleRequest(
             run_id=declaration.run_id,
             table=declaration.table,
@@ -116,7 +121,7 @@ class Receiver:
             base_version=fields["base_version"],
             learner_incarnation=fields["learner_incarnation"],
         )
-        rpc = RpcConfig.model_validate(fields["rpc"])
+        rpc = self._rpc = RpcConfig.model_validate(fields["rpc"])
         peer = f"replay at {fields['address']}"
         channel = open_channel(fields["address"], rpc, SecurityConfig.model_validate(fields["security"]), LEARNER)
         self._stream = ReplayStream(channel, declaration, rpc, peer=peer, on_cut=self._tell_cut)
@@ -160,27 +165,40 @@ class Receiver:
         """Open one stream and fill slots from it until it ends. A slot that was filled in part is filled anew."""
         stream = self._orders.begin_stream()
         filled = 0
-        for response in self._stream.open(
-            "Sample",
-            self._requests(stream),
-            replay_pb2.SampleRequest.SerializeToString,
-            SAMPLE_RESPONSE.deserialize,
-        ):
-            self._stream.note_answer()
-            filled = self._take(response, filled)
+        self._shared = OfferedMemory.create(self._owed_bytes) if self._rpc.shared_memory else None
+        response: Bulk[replay_pb2.SampleResponse] | None = None
+        try:
+            for response in self._stream.open(
+                "Sample",
+                self._requests(stream, None if self._shared is None else self._shared.offer),
+                replay_pb2.SampleRequest.SerializeToString,
+                SAMPLE_RESPONSE.deserialize,
+            ):
+                self._stream.note_answer()
+                filled = self._take(response, filled)
+        finally:
+            response = None  # the error that ended the stream keeps this frame, and the memory is to be gone with it
+            if self._shared is not None:
+                self._shared.close()
+                self._shared = None
 
-    def _requests(self, stream: int) -> Iterator[replay_pb2.SampleRequest]:
+    def _requests(self, stream: int, memory: rows_pb2.SharedMemory | None) -> Iterator[replay_pb2.SampleRequest]:
         seed = int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0])
         while (wanted := self._orders.next_request(stream)) is not None:
-            request = replay_pb2.SampleRequest(batch_count=wanted[0], policy_version=wanted[1], seed=seed)
+            request = replay_pb2.SampleRequest(
+                batch_count=wanted[0], policy_version=wanted[1], seed=seed, memory=memory
+            )
             request.MergeFrom(self._order)
+            memory = None
             yield request
 
     def _take(self, response: Bulk[replay_pb2.SampleResponse], filled: int) -> int:
         """Copy the rows of a message into slots, of which the first has `filled` rows; how many the last one has."""
-        head, payload, count = response.head, response.payload, response.head.row_count
+        head, count = response.head, response.head.row_count
+        if head.HasField("rows_in_memory"):
+            response.payload = part_of(None if self._shared is None else self._shared.bytes, head.rows_in_memory)
         self._check(response)
-        rows = np.frombuffer(payload, np.uint8).reshape(count, self._row_bytes)
+        rows = np.frombuffer(response.payload, np.uint8).reshape(count, self._row_bytes)
         stored_at = self._clock.to_own(response.arrays["stored_at"]) if self._details else None
         position = 0
         while position < count:

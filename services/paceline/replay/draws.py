@@ -129,7 +129,10 @@ class Draws:
                 except UnavailableError as why:
                     error = ended()
                     if error is not None:
-                        raise error from why
+                        try:
+                            raise error from why
+                        finally:
+                            del error  # or it and this frame keep each other, and with them what `sample` fills
                     starvation = find_starvation()
                     if starvation is not None and not waived:
                         # Without newer rows there will be no draw; a window's worth of them is let in for each wait.

@@ -76,7 +76,7 @@ def run(config: Config, *, resume: bool, stop: StopSignal, shard: int = 0) -> No
         tables,
         metrics,
         max_collectors=config.collector.max_count,
-        max_message_bytes=config.rpc.max_message_bytes,
+        rpc=config.rpc,
     )
     with ExitStack() as stack:
         stack.callback(store.close)

@@ -164,6 +164,11 @@ class ReplayMetrics:
         self.redis_max_bytes = gauge("redis_max_bytes", "Redis' maxmemory; 0 where it has none.")
         self.redis_available = gauge("redis_available", "Whether Redis takes commands; 0 is bad: appends wait for it.")
         self.streams = gauge("open_streams", "Streams open now; at replay.max_streams further ones are refused.", "rpc")
+        self.shared_memory_streams = gauge(
+            "shared_memory_streams",
+            "Streams open now for whose rows client and replay share memory, as on one machine.",
+            "rpc",
+        )
         self.restore_seconds = gauge("restore_seconds", "How long the restore from Redis took when this process began.")
         self.activity_seconds = counter(
             "activity_seconds_total",

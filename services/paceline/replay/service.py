@@ -14,6 +14,7 @@ import grpc
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
+from paceline.config import RpcConfig
 from paceline.errors import (
     BlockError,
     InvalidInputError,
@@ -31,11 +32,12 @@ from paceline.identity import require_same_run
 from paceline.replay.description import describe
 from paceline.replay.following import MAX_COUNT, check_progress, follow_messages
 from paceline.replay.metrics import APPEND_ACTIVITIES, FOLLOW_ACTIVITIES, SAMPLE_ACTIVITIES, ReplayMetrics
-from paceline.replay.sampling import Credit, message_rows_of, sample_messages
-from paceline.replay.streams import Streams
+from paceline.replay.sampling import Credit, RowsInMemory, RowsInMessages, message_rows_of, sample_messages
+from paceline.replay.streams import Stream, Streams
 from paceline.replay.table import Appended, Table
 from paceline.replay.tables import Tables
 from paceline.rpc.bulk import APPEND_REQUEST, FOLLOW_RESPONSE, UPDATE_PRIORITIES_REQUEST, Bulk
+from paceline.rpc.shared_memory import part_of
 from paceline.rpc.wire import SentBlock, blocks_from_wire, row_spec_from_wire, timestamp
 from paceline.tables.limiter import Ended
 from paceline.telemetry import ActivityClock
@@ -66,11 +68,16 @@ class ReplayService:
     """The RPCs of ReplayService for one run."""
 
     def __init__(
-        self, run_id: str, tables: Tables, metrics: ReplayMetrics, *, max_collectors: int, max_message_bytes: int
+        self, run_id: str, tables: Tables, metrics: ReplayMetrics, *, max_collectors: int, rpc: RpcConfig
     ) -> None:
         self._run_id, self._tables, self._metrics = run_id, tables, metrics
-        self._max_collectors, self._max_message_bytes = max_collectors, max_message_bytes
-        self._streams = Streams(on_change=tables.wake, opened=metrics.streams)
+        self._max_collectors, self._rpc = max_collectors, rpc
+        self._streams = Streams(
+            on_change=tables.wake,
+            opened=metrics.streams,
+            shared=metrics.shared_memory_streams,
+            shares_memory=rpc.shared_memory,
+        )
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a server needs to serve the RPCs."""
@@ -110,9 +117,13 @@ class ReplayService:
             for data in stream.receive(requests):
                 clock.switch("check")
                 with self._counting_refusals():
-                    for appended in self._append_blocks(data, stream.why_ended, clock):
+                    request = APPEND_REQUEST.deserialize(data)
+                    self._admit(request.head.run_id)
+                    stream.open_memory(request.head)
+                    self._fetch_rows(request, stream)
+                    for appended in self._append_blocks(request, stream.why_ended, clock):
                         clock.switch("receive")
-                        yield _acknowledge(appended)
+                        yield _acknowledge(appended, reads_memory=stream.memory is not None)
 
     def sample(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Serve Sample."""
@@ -127,7 +138,7 @@ class ReplayService:
                 raise InvalidInputError(f"table {table.name!r} is a queue: expected Follow; a queue is never sampled")
             table.require_readable()
             credit = Credit(stream, requests, lambda later: self._parse_later_sample(later, first), first)
-            yield from sample_messages(table, first, credit, stream, clock, self._message_rows(table))
+            yield from sample_messages(table, first, credit, stream, clock, self._room(table, first, stream))
 
     def update_priorities(self, data: bytes, context: grpc.ServicerContext) -> pb.UpdatePrioritiesResponse:
         """Serve UpdatePriorities."""
@@ -169,9 +180,22 @@ class ReplayService:
         require_same_run(self._run_id, run_id)
         self._tables.require_ready()
 
-    def _append_blocks(self, data: bytes, ended: Ended, clock: ActivityClock) -> Iterator[list[Appended]]:
-        request = APPEND_REQUEST.deserialize(data)
-        self._admit(request.head.run_id)
+    def _fetch_rows(self, request: Bulk[pb.AppendRequest], stream: Stream) -> None:
+        """Give a request the rows that the client has in memory, if it says so."""
+        if not request.head.HasField("rows_in_memory"):
+            return
+        where, most = request.head.rows_in_memory, self._rpc.max_message_bytes
+        if len(request.payload) or where.byte_count > most:
+            raise InvalidInputError(
+                f"a request has {len(request.payload)} bytes of rows and {where.byte_count} in memory: expected none "
+                f"where any are in memory, and there at most rpc.max_message_bytes, {most}"
+            )
+        # A copy, so that what is checked is what is stored, whatever the client does meanwhile.
+        request.payload = part_of(stream.memory, where).copy()
+
+    def _append_blocks(
+        self, request: Bulk[pb.AppendRequest], ended: Ended, clock: ActivityClock
+    ) -> Iterator[list[Appended]]:
         table = self._tables[request.head.table]
         blocks = blocks_from_wire(request, MAX_BLOCKS_PER_APPEND)
         return table.append(map(self._admit_block, blocks), ended, clock)
@@ -190,8 +214,15 @@ class ReplayService:
             )
         return sent
 
+    def _room(self, table: Table, first: pb.SampleRequest, stream: Stream) -> RowsInMessages | RowsInMemory:
+        row_bytes, limit = table.spec.row_bytes, self._rpc.max_message_bytes
+        stream.open_memory(first)
+        if stream.memory is None:
+            return RowsInMessages(row_bytes, limit)
+        return RowsInMemory(stream.memory, row_bytes, first.batch_size, limit)
+
     def _message_rows(self, table: Table) -> int:
-        return message_rows_of(table.spec.row_bytes, self._max_message_bytes)
+        return message_rows_of(table.spec.row_bytes, self._rpc.max_message_bytes)
 
     def _parse_sample(self, data: bytes) -> pb.SampleRequest:
         request = _parse(pb.SampleRequest, data)
@@ -243,7 +274,7 @@ class ReplayService:
             raise
 
 
-def _acknowledge(appended: Sequence[Appended]) -> pb.AppendResponse:
+def _acknowledge(appended: Sequence[Appended], *, reads_memory: bool) -> pb.AppendResponse:
     first, *further = (
         pb.AppendResponse(
             sequence=done.sequence,
@@ -255,6 +286,7 @@ def _acknowledge(appended: Sequence[Appended]) -> pb.AppendResponse:
     )
     if further:
         first.further.extend(further)
+    first.reads_memory = reads_memory
     return first
 
 

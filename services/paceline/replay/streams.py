@@ -10,18 +10,30 @@ import grpc
 from prometheus_client import Gauge
 
 from paceline.errors import PacelineError, UnavailableError
+from paceline.rpc.shared_memory import Bytes, open_offered
+from paceline.v1 import replay_pb2 as pb
 
 
 class Stream:
     """One open stream."""
 
-    def __init__(self, context: grpc.ServicerContext, streams: Streams) -> None:
+    def __init__(self, rpc: str, context: grpc.ServicerContext, streams: Streams) -> None:
         self.context = context
+        self.memory: Bytes | None = None
+        """What the client shares with this process, for rows that need not go through the connection."""
         self.changed = threading.Condition()
         """Notified when the stream ends, or as its credit grows."""
         self.idle = False
         """Nothing of the caller's is in work: the stream may be cut."""
-        self._streams, self._gone = streams, False
+        self._rpc, self._streams, self._gone, self._has_looked = rpc, streams, False, False
+
+    def open_memory(self, first: pb.AppendRequest | pb.SampleRequest) -> None:
+        """See the memory that the first request offers, if it does and this process can. Later ones change nothing."""
+        if not self._has_looked and self._streams.shares_memory and first.HasField("memory"):
+            self.memory = open_offered(first.memory, self.context.peer())
+            if self.memory is not None:
+                self._streams.shared.labels(self._rpc).inc()
+        self._has_looked = True
 
     def why_ended(self) -> PacelineError | None:
         """Why no wait of this stream makes sense any more, or None."""
@@ -54,9 +66,9 @@ class Stream:
 class Streams:
     """Every open stream of a service."""
 
-    def __init__(self, *, on_change: Callable[[], None], opened: Gauge) -> None:
+    def __init__(self, *, on_change: Callable[[], None], opened: Gauge, shared: Gauge, shares_memory: bool) -> None:
         """`on_change` wakes the waits that streams share, such as those of limiters."""
-        self.draining = False
+        self.draining, self.shares_memory, self.shared = False, shares_memory, shared
         self._on_change, self._opened = on_change, opened
         self._lock = threading.Lock()
         self._streams: set[Stream] = set()
@@ -64,7 +76,7 @@ class Streams:
     @contextmanager
     def open(self, rpc: str, context: grpc.ServicerContext) -> Iterator[Stream]:
         """A stream for the time of its call."""
-        stream = Stream(context, self)
+        stream = Stream(rpc, context, self)
 
         def on_end() -> None:
             stream.end()
@@ -75,10 +87,14 @@ class Streams:
         with self._lock:
             self._streams.add(stream)
         self._opened.labels(rpc).inc()
+        self.shared.labels(rpc).inc(0)  # there from the first stream on
         try:
             yield stream
         finally:
             self._opened.labels(rpc).dec()
+            if stream.memory is not None:
+                stream.memory = None  # the call's own callbacks keep the stream for a while
+                self.shared.labels(rpc).dec()
             with self._lock:
                 self._streams.discard(stream)
 

@@ -36,35 +36,41 @@ class OpenTableResponse(_message.Message):
     def __init__(self, row_bytes: _Optional[int] = ..., capacity_row_count: _Optional[int] = ..., max_blocks_per_append: _Optional[int] = ...) -> None: ...
 
 class AppendRequest(_message.Message):
-    __slots__ = ("run_id", "table", "header", "further_headers", "rows")
+    __slots__ = ("run_id", "table", "header", "further_headers", "memory", "rows_in_memory", "rows")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     HEADER_FIELD_NUMBER: _ClassVar[int]
     FURTHER_HEADERS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    ROWS_IN_MEMORY_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     table: str
     header: _rows_pb2.BlockHeader
     further_headers: _containers.RepeatedCompositeFieldContainer[_rows_pb2.BlockHeader]
+    memory: _rows_pb2.SharedMemory
+    rows_in_memory: _rows_pb2.MemoryRange
     rows: bytes
-    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., header: _Optional[_Union[_rows_pb2.BlockHeader, _Mapping]] = ..., further_headers: _Optional[_Iterable[_Union[_rows_pb2.BlockHeader, _Mapping]]] = ..., rows: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., header: _Optional[_Union[_rows_pb2.BlockHeader, _Mapping]] = ..., further_headers: _Optional[_Iterable[_Union[_rows_pb2.BlockHeader, _Mapping]]] = ..., memory: _Optional[_Union[_rows_pb2.SharedMemory, _Mapping]] = ..., rows_in_memory: _Optional[_Union[_rows_pb2.MemoryRange, _Mapping]] = ..., rows: _Optional[bytes] = ...) -> None: ...
 
 class AppendResponse(_message.Message):
-    __slots__ = ("sequence", "stored_row_count", "duplicate", "complete", "further")
+    __slots__ = ("sequence", "stored_row_count", "duplicate", "complete", "further", "reads_memory")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STORED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     DUPLICATE_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     FURTHER_FIELD_NUMBER: _ClassVar[int]
+    READS_MEMORY_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     stored_row_count: int
     duplicate: bool
     complete: bool
     further: _containers.RepeatedCompositeFieldContainer[AppendResponse]
-    def __init__(self, sequence: _Optional[int] = ..., stored_row_count: _Optional[int] = ..., duplicate: _Optional[bool] = ..., complete: _Optional[bool] = ..., further: _Optional[_Iterable[_Union[AppendResponse, _Mapping]]] = ...) -> None: ...
+    reads_memory: bool
+    def __init__(self, sequence: _Optional[int] = ..., stored_row_count: _Optional[int] = ..., duplicate: _Optional[bool] = ..., complete: _Optional[bool] = ..., further: _Optional[_Iterable[_Union[AppendResponse, _Mapping]]] = ..., reads_memory: _Optional[bool] = ...) -> None: ...
 
 class SampleRequest(_message.Message):
-    __slots__ = ("run_id", "table", "batch_size", "batch_count", "seed", "row_details", "policy_version", "base_version", "learner_incarnation")
+    __slots__ = ("run_id", "table", "batch_size", "batch_count", "seed", "row_details", "policy_version", "base_version", "learner_incarnation", "memory")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +80,7 @@ class SampleRequest(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEARNER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     table: str
     batch_size: int
@@ -83,10 +90,11 @@ class SampleRequest(_message.Message):
     policy_version: int
     base_version: int
     learner_incarnation: int
-    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., batch_size: _Optional[int] = ..., batch_count: _Optional[int] = ..., seed: _Optional[int] = ..., row_details: _Optional[bool] = ..., policy_version: _Optional[int] = ..., base_version: _Optional[int] = ..., learner_incarnation: _Optional[int] = ...) -> None: ...
+    memory: _rows_pb2.SharedMemory
+    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., batch_size: _Optional[int] = ..., batch_count: _Optional[int] = ..., seed: _Optional[int] = ..., row_details: _Optional[bool] = ..., policy_version: _Optional[int] = ..., base_version: _Optional[int] = ..., learner_incarnation: _Optional[int] = ..., memory: _Optional[_Union[_rows_pb2.SharedMemory, _Mapping]] = ...) -> None: ...
 
 class SampleResponse(_message.Message):
-    __slots__ = ("row_count", "table_row_count", "inserted_row_count", "row_spec_digest", "keys", "probabilities", "times_sampled", "stored_at", "rows")
+    __slots__ = ("row_count", "table_row_count", "inserted_row_count", "row_spec_digest", "keys", "probabilities", "times_sampled", "stored_at", "rows_in_memory", "rows")
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     TABLE_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     INSERTED_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +103,7 @@ class SampleResponse(_message.Message):
     PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
     TIMES_SAMPLED_FIELD_NUMBER: _ClassVar[int]
     STORED_AT_FIELD_NUMBER: _ClassVar[int]
+    ROWS_IN_MEMORY_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     row_count: int
     table_row_count: int
@@ -104,8 +113,9 @@ class SampleResponse(_message.Message):
     probabilities: _containers.RepeatedScalarFieldContainer[float]
     times_sampled: _containers.RepeatedScalarFieldContainer[int]
     stored_at: _containers.RepeatedScalarFieldContainer[float]
+    rows_in_memory: _rows_pb2.MemoryRange
     rows: bytes
-    def __init__(self, row_count: _Optional[int] = ..., table_row_count: _Optional[int] = ..., inserted_row_count: _Optional[int] = ..., row_spec_digest: _Optional[bytes] = ..., keys: _Optional[_Iterable[int]] = ..., probabilities: _Optional[_Iterable[float]] = ..., times_sampled: _Optional[_Iterable[int]] = ..., stored_at: _Optional[_Iterable[float]] = ..., rows: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, row_count: _Optional[int] = ..., table_row_count: _Optional[int] = ..., inserted_row_count: _Optional[int] = ..., row_spec_digest: _Optional[bytes] = ..., keys: _Optional[_Iterable[int]] = ..., probabilities: _Optional[_Iterable[float]] = ..., times_sampled: _Optional[_Iterable[int]] = ..., stored_at: _Optional[_Iterable[float]] = ..., rows_in_memory: _Optional[_Union[_rows_pb2.MemoryRange, _Mapping]] = ..., rows: _Optional[bytes] = ...) -> None: ...
 
 class UpdatePrioritiesRequest(_message.Message):
     __slots__ = ("run_id", "table", "keys", "priorities")

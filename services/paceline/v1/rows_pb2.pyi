@@ -74,3 +74,21 @@ class BlockHeader(_message.Message):
     first_row: int
     payload_byte_count: int
     def __init__(self, collector_index: _Optional[int] = ..., collector_incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., row_count: _Optional[int] = ..., row_spec_digest: _Optional[bytes] = ..., sealed_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., stored_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., checksum: _Optional[int] = ..., compact_stride: _Optional[int] = ..., first_row: _Optional[int] = ..., payload_byte_count: _Optional[int] = ...) -> None: ...
+
+class SharedMemory(_message.Message):
+    __slots__ = ("path", "byte_count", "key")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    byte_count: int
+    key: bytes
+    def __init__(self, path: _Optional[str] = ..., byte_count: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
+
+class MemoryRange(_message.Message):
+    __slots__ = ("position", "byte_count")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    byte_count: int
+    def __init__(self, position: _Optional[int] = ..., byte_count: _Optional[int] = ...) -> None: ...
