@@ -16,10 +16,12 @@ from typing import Any
 import grpc
 import numpy as np
 
+from paceline.collector.outbox import Outbox
 from paceline.config import RpcConfig
 from paceline.rows import CompactForm, RowSpec, checksum_of
-from paceline.rpc.bulk import APPEND_REQUEST, SAMPLE_RESPONSE, Bulk
+from paceline.rpc.bulk import APPEND_REQUEST, SAMPLE_RESPONSE, Buffer, Bulk
 from paceline.rpc.client import open_channel
+from paceline.rpc.shared_memory import OfferedMemory, part_of
 from paceline.rpc.wire import SentBlock, blocks_to_wire, row_spec_to_wire
 from paceline.v1 import replay_pb2 as pb
 from paceline.v1 import replay_pb2_grpc, rows_pb2
@@ -54,14 +56,21 @@ class ProductWriter:
         self._sequence = 0
         self._message_blocks = open_table(self._stub, table, workload.spec).max_blocks_per_append
 
-    def insert(self, seconds: float, form: str = "plain", rows_per_second: float | None = None) -> Moved:
-        """Rows acknowledged; `rows_per_second` holds it back."""
-        return self._insert(_for_seconds(seconds), form, rows_per_second)
+    def insert(
+        self, seconds: float, form: str = "plain", rows_per_second: float | None = None, shares: bool = False
+    ) -> Moved:
+        """Rows acknowledged.
+
+        Args:
+            rows_per_second: holds it back.
+            shares: rows go through memory, as on one machine; otherwise through the connection.
+        """
+        return self._insert(_for_seconds(seconds), form, rows_per_second, shares)
 
     def fill(self, row_count: int) -> None:
         """Append so many rows, and a block more."""
         blocks = row_count // BLOCK_ROWS + 1
-        self._insert(lambda done: done >= blocks, "plain", None)
+        self._insert(lambda done: done >= blocks, "plain", None, shares=True)
 
     def inserted_rows(self) -> int:
         """Rows that the table ever got."""
@@ -77,9 +86,14 @@ class ProductWriter:
             request = pb.UpdatePrioritiesRequest(run_id=RUN, table=self._table, keys=keys, priorities=priorities)
             self._stub.UpdatePriorities(request, timeout=STREAM_SECONDS)
 
-    def _insert(self, enough: Callable[[int], bool], form: str, rows_per_second: float | None) -> Moved:
+    def _insert(self, enough: Callable[[int], bool], form: str, rows_per_second: float | None, shares: bool) -> Moved:
+        outbox = Outbox.create((IN_FLIGHT_BLOCKS + 1) * BLOCK_ROWS * self._spec.row_bytes) if shares else None
+
         def append(requests: Iterator[Request]) -> Iterator[int]:
-            return (1 + len(answer.further) for answer in self._append(requests, timeout=STREAM_SECONDS))
+            for answer in self._append(requests, timeout=STREAM_SECONDS):
+                if outbox is not None:
+                    outbox.note(answer)
+                yield 1 + len(answer.further)
 
         make = self._plain_block if form == "plain" else self._compact_block
 
@@ -90,9 +104,15 @@ class ProductWriter:
             while len(blocks) < self._message_blocks and bytes_in_message <= MESSAGE_BYTES and may_send_another():
                 blocks.append(make())
                 bytes_in_message += blocks[-1].payload_bytes
-            return blocks_to_wire(RUN, self._table, blocks)
+            request = blocks_to_wire(RUN, self._table, blocks)
+            if outbox is not None:
+                outbox.pass_on(request)
+            return request
 
-        return _insert_blocks(append, request, enough, rows_per_second)
+        moved = _insert_blocks(append, request, enough, rows_per_second)
+        if outbox is not None:
+            outbox.close()
+        return moved
 
     def _plain_block(self) -> SentBlock:
         return self._block(self._columns.pack().data.reshape(-1).data, stride=0)
@@ -151,14 +171,18 @@ class ProductSampler:
         self._table = table
         open_table(replay_pb2_grpc.ReplayServiceStub(channel), table, workload.spec)
 
-    def sample(self, batch_rows: int, seconds: float) -> Moved:
-        """Rows in whole batches in this process."""
-        orders = _Orders(batch_rows, max(4, IN_FLIGHT_BYTES // (batch_rows * self._row_bytes)), self._table)
+    def sample(self, batch_rows: int, seconds: float, shares: bool = False) -> Moved:
+        """Rows in whole batches in this process; `shares`: through memory, otherwise through the connection."""
+        in_flight = max(4, IN_FLIGHT_BYTES // (batch_rows * self._row_bytes))
+        memory = OfferedMemory.create(in_flight * batch_rows * self._row_bytes) if shares else None
+        orders = _Orders(batch_rows, in_flight, self._table, memory)
         stream = self._sample(orders, timeout=STREAM_SECONDS)
-        payloads = (bulk.payload for bulk in stream)
+        payloads = (_rows_of(bulk, memory) for bulk in stream)
         moved = _fill_batches(payloads, batch_rows, self._row_bytes, _for_seconds(seconds), orders.note_taken)
         orders.end()
         stream.cancel()
+        if memory is not None:
+            memory.close()
         return moved
 
 
@@ -180,9 +204,14 @@ class PrototypeSampler:
 class _Orders(Iterator[pb.SampleRequest]):
     """What a sampler asks for: `in_flight` batches, and again as many as it took, half of them at a time."""
 
-    def __init__(self, batch_rows: int, in_flight: int, table: str) -> None:
+    def __init__(self, batch_rows: int, in_flight: int, table: str, memory: OfferedMemory | None) -> None:
         self._order = pb.SampleRequest(
-            run_id=RUN, table=table, batch_size=batch_rows, seed=1, row_details=table == PRIORITISED
+            run_id=RUN,
+            table=table,
+            batch_size=batch_rows,
+            seed=1,
+            row_details=table == PRIORITISED,
+            memory=None if memory is None else memory.offer,
         )
         self._at_a_time, self._due = max(1, in_flight // 2), threading.Semaphore(0)
         self._next, self._taken, self._ended = in_flight, 0, False
@@ -308,8 +337,14 @@ def _insert_blocks(
     return Moved(counted * BLOCK_ROWS, seconds)
 
 
+def _rows_of(bulk: Bulk[pb.SampleResponse], memory: OfferedMemory | None) -> Buffer:
+    if memory is not None and bulk.head.HasField("rows_in_memory"):
+        return part_of(memory.bytes, bulk.head.rows_in_memory)
+    return bulk.payload
+
+
 def _fill_batches(
-    payloads: Iterable[bytes | memoryview],
+    payloads: Iterable[Buffer],
     batch_rows: int,
     row_bytes: int,
     enough: Callable[[int], bool],

@@ -41,7 +41,7 @@ def serve_unrecorded(address: str, ring_rows: int) -> None:
         tables,
         metrics,
         max_collectors=config.collector.max_count,
-        max_message_bytes=config.rpc.max_message_bytes,
+        rpc=config.rpc,
     )
     server = Server(address, config.rpc, services=[SERVICE], register=[], handlers=[service.handler()], max_streams=16)
     server.start()

@@ -52,13 +52,13 @@ def describe_figures(figures: Figures) -> Iterator[str]:
 
 def describe_measures(figures: Figures) -> Iterator[str]:
     """A line for each measure: its ratio, what must hold, what is aimed at, and which of both does."""
-    yield f"{'measure':52} {'ratio':>6} {'spread':>13} {'floor':>6} {'goal':>6}  verdict"
+    yield f"{'measure':60} {'ratio':>6} {'spread':>13} {'floor':>6} {'goal':>6}  verdict"
     for measure in MEASURES:
         bound = "<=" if measure.lower_is_better else ">="
         limits = f"{bound}{measure.floor:4.2f} {bound}{measure.goal:4.2f}"
         result = measure.result(figures)
         if result is None:
-            yield f"{measure.name:52} {'-':>6} {'':>13} {limits}  not measured"
+            yield f"{measure.name:60} {'-':>6} {'':>13} {limits}  not measured"
             continue
         ratio = result.ratio
         spread = f"{ratio.low:.2f} .. {ratio.high:.2f}"
@@ -68,7 +68,7 @@ def describe_measures(figures: Figures) -> Iterator[str]:
         if measure.prototype is not None:
             limit = replace(measure, figure=measure.prototype).result(figures)
             beside = "" if limit is None else f" (prototype: {limit.ratio.median:.2f})"
-        yield f"{measure.name:52} {ratio.median:6.2f} {spread:>13} {limits}  {result.verdict}{beside}"
+        yield f"{measure.name:60} {ratio.median:6.2f} {spread:>13} {limits}  {result.verdict}{beside}"
 
 
 def describe_peers(figures: Figures) -> Iterator[str]:
@@ -76,18 +76,22 @@ def describe_peers(figures: Figures) -> Iterator[str]:
     workloads = [name for name in LARGE if f"{name}.sample_8192_rows_per_s" in figures]
     if not workloads:
         return
-    yield f"{'sample 8,192':36}" + "".join(f"{name.upper() + ', rows/s':>16} {'service':>9}" for name in workloads)
+    yield f"{'sample 8,192':44}" + "".join(f"{name.upper() + ', rows/s':>16} {'service':>9}" for name in workloads)
     service = {name: Spread.of(figures[f"{name}.sample_8192_rows_per_s"]).median for name in workloads}
-    yield f"{'Paceline, through the service':36}" + "".join(f"{service[name]:16,.0f} {1:8.2f}x" for name in workloads)
+    for way, figure in (("a connection", "sample_8192"), ("memory", "shared_sample_8192")):
+        rates = {name: Spread.of(figures[f"{name}.{figure}_rows_per_s"]).median for name in workloads}
+        yield f"{f'Paceline, a service, through {way}':44}" + _rates(rates, service)
     versions = peer_versions()
     for peer in PEERS:
         if versions[peer] is None:
-            yield f"{peer:36}{_NOT_INSTALLED:>16}"
+            yield f"{peer:44}{_NOT_INSTALLED:>16}"
             continue
         rates = {name: Spread.of(figures[f"{name}.{peer}_rows_per_s"]).median for name in workloads}
-        yield f"{f'{peer} {versions[peer]}, in process':36}" + "".join(
-            f"{rates[name]:16,.0f} {service[name] / rates[name]:8.2f}x" for name in workloads
-        )
+        yield f"{f'{peer} {versions[peer]}, in process':44}" + _rates(rates, service)
+
+
+def _rates(rates: dict[str, float], service: dict[str, float]) -> str:
+    return "".join(f"{rate:16,.0f} {service[name] / rate:8.2f}x" for name, rate in rates.items())
 
 
 def write_json(path: Path, machine: dict[str, str], extent: Extent, figures: Figures, seconds: float) -> None:

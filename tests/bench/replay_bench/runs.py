@@ -22,11 +22,14 @@ def make_config(
     tables: Sequence[str] = (TABLE,),
     read: str = "sample",
     batch_rows: int = 256,
+    shares: bool = True,
 ) -> Config:
-    """A run with these tables; `read` and `batch_rows` are of its learner."""
+    """A run with these tables; `read` and `batch_rows` are of its learner, whose rows may go through memory if it
+    `shares` any."""
     return build(
         {
             "run": {"id": RUN, "environment_steps": 1 << 40},
+            "rpc": {"shared_memory": shares},
             "learner": {"updates": "learner_bound", "batch_size": batch_rows},
             "collector": {"block_rows": BLOCK_ROWS},
             "replay": {

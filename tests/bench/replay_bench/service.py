@@ -79,14 +79,18 @@ class ServiceSuite:
     def _turns(self) -> list[Turn]:
         turns = [
             self._insert,
+            self._insert_through_memory,
             self._insert_into_prototype,
             self._sample,
+            self._sample_through_memory,
             self._sample_from_prototype,
             self._sampling(TABLE, SMALL_BATCH_ROWS),
             self._insert_and_sample,
         ]
         if self._workload.name in LARGE:
-            turns += [self._read_tcp, self._read_grpc, self._write_grpc, self._insert_unrecorded]
+            turns += [self._read_tcp, self._read_grpc, self._write_grpc]
+            turns += [self._inserting_unrecorded("unrecorded_insert", False)]
+            turns += [self._inserting_unrecorded("shared_unrecorded_insert", True)]
             turns += [self._sampling_peer(name) for name, there in peer_versions().items() if there]
         if PRIORITISED in self._samplers:
             turns += [self._sampling(PRIORITISED, rows) for rows in (SMALL_BATCH_ROWS, BATCH_ROWS)]
@@ -97,6 +101,10 @@ class ServiceSuite:
     def _insert(self, seconds: float) -> dict[str, float]:
         return self._figures(insert_rows_per_s=self._writers[TABLE].call("insert", seconds).per_second)
 
+    def _insert_through_memory(self, seconds: float) -> dict[str, float]:
+        moved = self._writers[TABLE].call("insert", seconds, "plain", None, True)
+        return self._figures(shared_insert_rows_per_s=moved.per_second)
+
     def _insert_compact(self, seconds: float) -> dict[str, float]:
         return self._figures(
             compact_insert_rows_per_s=self._writers[TABLE].call("insert", seconds, "compact").per_second
@@ -105,21 +113,34 @@ class ServiceSuite:
     def _insert_into_prototype(self, seconds: float) -> dict[str, float]:
         return self._figures(prototype_insert_rows_per_s=self._prototype_writer.call("insert", seconds).per_second)
 
-    def _insert_unrecorded(self, seconds: float) -> dict[str, float]:
-        with CpuMeter(self._unrecorded_writer, self._unrecorded) as meter:
-            moved = self._unrecorded_writer.call("insert", seconds)
-        return self._figures(
-            unrecorded_insert_rows_per_s=moved.per_second,
-            unrecorded_insert_cpu_s_per_gb=meter.seconds / self._gigabytes(moved),
-        )
+    def _inserting_unrecorded(self, name: str, shares: bool) -> Turn:
+        def insert(seconds: float) -> dict[str, float]:
+            with CpuMeter(self._unrecorded_writer, self._unrecorded) as meter:
+                moved = self._unrecorded_writer.call("insert", seconds, "plain", None, shares)
+            return self._figures(
+                **{
+                    f"{name}_rows_per_s": moved.per_second,
+                    f"{name}_cpu_s_per_gb": meter.seconds / self._gigabytes(moved),
+                }
+            )
+
+        return insert
 
     def _sample(self, seconds: float) -> dict[str, float]:
+        return self._sample_large("sample", seconds, shares=False)
+
+    def _sample_through_memory(self, seconds: float) -> dict[str, float]:
+        return self._sample_large("shared_sample", seconds, shares=True)
+
+    def _sample_large(self, name: str, seconds: float, *, shares: bool) -> dict[str, float]:
         with CpuMeter(self._samplers[TABLE], self._product) as meter:
-            moved = self._samplers[TABLE].call("sample", BATCH_ROWS, seconds)
+            moved = self._samplers[TABLE].call("sample", BATCH_ROWS, seconds, shares)
         return self._figures(
-            sample_8192_rows_per_s=moved.per_second,
-            sample_8192_bytes_per_s=moved.per_second * self._workload.payload_bytes,
-            sample_cpu_s_per_gb=meter.seconds / self._gigabytes(moved),
+            **{
+                f"{name}_8192_rows_per_s": moved.per_second,
+                f"{name}_8192_bytes_per_s": moved.per_second * self._workload.payload_bytes,
+                f"{name}_cpu_s_per_gb": meter.seconds / self._gigabytes(moved),
+            }
         )
 
     def _sample_from_prototype(self, seconds: float) -> dict[str, float]:

@@ -74,7 +74,10 @@ class TrainingLearner:
     def _open(self, stack: ExitStack, read: str) -> BatchSource | None:
         if read == "none":
             return None
-        config = make_config("unix:///none", self._address, self._workload.ring_rows, read=read, batch_rows=BATCH_ROWS)
+        shares, read = read.startswith("shared_"), read.removeprefix("shared_")
+        config = make_config(
+            "unix:///none", self._address, self._workload.ring_rows, read=read, batch_rows=BATCH_ROWS, shares=shares
+        )
         spec, device = self._workload.spec, torch.device("cpu")
         metrics = LearnerMetrics(CollectorRegistry())
         if read == "sample":
@@ -109,4 +112,6 @@ def measure_training(workload: Workload, extent: Extent, folder: Path, redis_bin
 
             return train
 
-        return take_turns("training", [turn("none"), turn("sample"), turn("follow")], extent, store.settle)
+        return take_turns(
+            "training", [turn("none"), turn("shared_sample"), turn("sample"), turn("follow")], extent, store.settle
+        )
