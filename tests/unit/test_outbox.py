@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,9 +28,10 @@ class Stream:
     def __init__(self, *, is_seen=True):
         self.outbox = Outbox.create(ROOM)
         self.sequence = 0
-        first = self.send(1)
-        self.memory = open_offered(first.head.memory, "ipv4:127.0.0.1:1")
-        self.answer(1, reads_memory=is_seen)
+        self.offer = self.send(1).head.memory
+        self.memory = open_offered(self.offer, "ipv4:127.0.0.1:1")
+        if is_seen is not None:
+            self.answer(1, reads_memory=is_seen)
 
     def send(self, *units):
         blocks = []
@@ -76,13 +78,22 @@ def test_the_first_request_offers_memory_and_has_its_rows_with_it():
     outbox.close()
 
 
-def test_rows_go_with_the_request_while_replay_has_not_said_that_it_sees_the_memory():
-    stream = Stream(is_seen=False)
+def test_rows_go_with_requests_until_replay_has_said_that_it_sees_the_memory():
+    stream = Stream(is_seen=None)
     assert not is_in_memory(stream.send(8))
-    stream.answer(2, reads_memory=True)
+    stream.answer(1, reads_memory=True)
     assert is_in_memory(stream.send(8))
-    stream.answer(3, reads_memory=False)  # what was seen once stays
-    assert is_in_memory(stream.send(8))
+    stream.outbox.close()
+
+
+def test_memory_that_replay_does_not_see_is_let_go_and_rows_go_with_the_requests():
+    stream = Stream(is_seen=None)
+    path = Path(stream.offer.path)
+    assert path.exists()
+    stream.answer(1, reads_memory=False)
+    assert not path.exists()
+    assert not is_in_memory(stream.send(8))
+    stream.answer(2, reads_memory=False)
     stream.outbox.close()
 
 

@@ -14,6 +14,7 @@ import tempfile
 import pytest
 
 from paceline.errors import BlockError
+from paceline.rpc import shared_memory
 from paceline.rpc.shared_memory import KEY_BYTES, OfferedMemory, open_offered, part_of
 from paceline.v1 import rows_pb2
 
@@ -145,6 +146,12 @@ def test_where_the_system_refuses_memory_none_is_offered_and_nothing_is_left_ope
     monkeypatch.setattr(os, call, refuse)
     assert OfferedMemory.create(SIZE) is None
     assert descriptors() == before
+
+
+def test_memory_that_would_leave_little_of_what_is_free_is_not_set_aside(monkeypatch):
+    monkeypatch.setattr(shared_memory, "free_memory_bytes", lambda: 4 * SIZE)
+    OfferedMemory.create(SIZE).close()
+    assert OfferedMemory.create(SIZE + 1) is None
 
 
 def test_more_memory_than_there_can_be_is_not_offered():

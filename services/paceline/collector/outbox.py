@@ -22,7 +22,8 @@ class Outbox:
     """
 
     def __init__(self, memory: OfferedMemory) -> None:
-        self._memory, self._lock = memory, threading.Lock()
+        self._memory: OfferedMemory | None = memory
+        self._lock = threading.Lock()
         self._is_offered = self._is_seen = False
         self._held: collections.deque[tuple[int, int, int]] = collections.deque()
         """Begin and end of the rows that lie there, oldest first, and the sequence whose acknowledgement frees them."""
@@ -35,9 +36,12 @@ class Outbox:
 
     def pass_on(self, request: Bulk[replay_pb2.AppendRequest]) -> None:
         """Prepare a request: the first one offers the memory, and has the rows of those after it lie there."""
+        memory = self._memory
+        if memory is None:
+            return
         if not self._is_offered:
             self._is_offered = True
-            request.head.memory.CopyFrom(self._memory.offer)
+            request.head.memory.CopyFrom(memory.offer)
             return
         payloads = [np.frombuffer(payload, np.uint8) for payload in (request.payload, *request.further)]
         size = sum(map(len, payloads))
@@ -45,33 +49,37 @@ class Outbox:
             return
         last = request.head.further_headers[-1] if request.further else request.head.header
         with self._lock:
-            begin = self._find_room(size)
+            begin = self._find_room(size, len(memory.bytes))
             if begin is None:
                 return
             self._held.append((begin, begin + size, last.sequence))
         position = begin
         for payload in payloads:
-            self._memory.bytes[position : position + len(payload)] = payload
+            memory.bytes[position : position + len(payload)] = payload
             position += len(payload)
         request.head.rows_in_memory.position, request.head.rows_in_memory.byte_count = begin, size
         request.payload, request.further = b"", ()
 
     def note(self, answer: replay_pb2.AppendResponse) -> None:
-        """Take note of an answer of the stream."""
+        """Take note of an answer of the stream; the first one says whether replay sees the memory."""
         self._is_seen = self._is_seen or answer.reads_memory
+        if not self._is_seen:
+            self.close()
         sequence = (answer.further[-1] if answer.further else answer).sequence
         with self._lock:
             while self._held and self._held[0][2] <= sequence:
                 self._held.popleft()
 
     def close(self) -> None:
-        """The stream is over."""
-        self._memory.close()
+        """No request will lie there any more. May be called again."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
 
-    def _find_room(self, size: int) -> int | None:
+    def _find_room(self, size: int, room: int) -> int | None:
         first, end = (self._held[0][0], self._held[-1][1]) if self._held else (0, 0)
         if self._held and end <= first:  # what is held goes on at the start
             return end if size <= first - end else None
-        if size <= len(self._memory.bytes) - end:
+        if size <= room - end:
             return end
         return 0 if size <= first else None

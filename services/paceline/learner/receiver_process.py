@@ -178,9 +178,12 @@ class Receiver:
                 filled = self._take(response, filled)
         finally:
             response = None  # the error that ended the stream keeps this frame, and the memory is to be gone with it
-            if self._shared is not None:
-                self._shared.close()
-                self._shared = None
+            self._close_shared()
+
+    def _close_shared(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
     def _requests(self, stream: int, memory: rows_pb2.SharedMemory | None) -> Iterator[replay_pb2.SampleRequest]:
         seed = int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0])
@@ -197,6 +200,8 @@ class Receiver:
         head, count = response.head, response.head.row_count
         if head.HasField("rows_in_memory"):
             response.payload = part_of(None if self._shared is None else self._shared.bytes, head.rows_in_memory)
+        else:
+            self._close_shared()  # replay does not see it
         self._check(response)
         rows = np.frombuffer(response.payload, np.uint8).reshape(count, self._row_bytes)
         stored_at = self._clock.to_own(response.arrays["stored_at"]) if self._details else None

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import BlockError
+from paceline.process import free_memory_bytes
 from paceline.rpc.exposure import is_loopback
 from paceline.v1 import rows_pb2
 
@@ -36,6 +37,8 @@ _NAME = "paceline-rows"
 _LINK = f"/memfd:{_NAME} (deleted)"
 """Where the path of an offer leads; another file is not even opened."""
 _PATH = re.compile(r"/proc/[1-9][0-9]{0,9}/fd/[0-9]{1,9}")
+_SHARE = 0.25
+"""Of the memory that is free, so much at most is set aside: rows can do without it."""
 
 
 class OfferedMemory:
@@ -54,7 +57,10 @@ class OfferedMemory:
 
     @classmethod
     def create(cls, byte_count: int) -> OfferedMemory | None:
-        """New memory, 1 byte or more; None where the system has none to offer, or not so much."""
+        """New memory, 1 byte or more; None where the system has none to offer, or would have little left."""
+        free_bytes = free_memory_bytes()
+        if free_bytes is not None and byte_count > free_bytes * _SHARE:
+            return None
         descriptor = _create_file(byte_count + KEY_BYTES)
         if descriptor is None:
             return None
