@@ -32,6 +32,7 @@ from paceline.collector.writer import BlockWriter
 from paceline.errors import InvalidInputError
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.sources import SampleSource
+from paceline.local.embedded import EmbeddedRedis
 from paceline.process import StopSignal
 from paceline.rows import numpy_columns
 from paceline.rpc.client import open_channel
@@ -45,6 +46,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 
 LARGE_ROWS = SHARED_FROM_BYTES // SPEC.row_bytes + 1
 WINDOW = 4
 NEVER = StopSignal()
+
+
+@pytest.fixture
+def redis_server(bundled_redis: EmbeddedRedis) -> EmbeddedRedis:
+    """The kind of server is all one to the way of the rows."""
+    return bundled_redis
 
 
 class Writing:
