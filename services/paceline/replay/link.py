@@ -93,6 +93,7 @@ _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _OPTIONS = ("db", *_FILES, "password_file")
 
 Argument = bytes | memoryview | str | int
+_BINARY = (bytes, memoryview)
 
 
 class ScriptFlagsError(PacelineError):
@@ -505,19 +506,18 @@ def _read_reply(connection: Any) -> Any:
         return error  # a whole reply: those after it are still to be read
 
 
-def _pack(commands: Sequence[Sequence[Argument]]) -> list[bytearray | bytes | memoryview]:
+def _pack(commands: Sequence[Sequence[Argument]]) -> list[bytes | memoryview]:
     """Commands in the protocol of Redis, in pieces: large arguments stay the objects that they are."""
-    pieces: list[bytearray | bytes | memoryview] = []
-    text = bytearray()
+    pieces: list[bytes | memoryview] = []
+    small: list[bytes | memoryview] = []
     for command in commands:
-        text += b"*%d\r\n" % len(command)
+        small.append(b"*%d\r\n" % len(command))
         for argument in command:
-            data = argument if isinstance(argument, bytes | memoryview) else str(argument).encode()
-            text += b"$%d\r\n" % len(data)
+            data = argument if isinstance(argument, _BINARY) else str(argument).encode()
             if len(data) > COPIED_BYTES:
-                pieces += [text, data]
-                text = bytearray()
+                small.append(b"$%d\r\n" % len(data))
+                pieces += (b"".join(small), data)
+                small = [b"\r\n"]
             else:
-                text += data
-            text += b"\r\n"
-    return [*pieces, text]
+                small += (b"$%d\r\n" % len(data), data, b"\r\n")
+    return [*pieces, b"".join(small)]

@@ -39,7 +39,9 @@ class StoredTimes:
         self._common[position >> GROUP_SHIFT] = self._common[end - 1 >> GROUP_SHIFT] = np.nan
         self._times[position:end] = times
         begin_group, end_group = -(-position // GROUP_PLACES), end // GROUP_PLACES
-        if begin_group < end_group:
+        if not isinstance(times, np.ndarray):
+            self._common[begin_group:end_group] = times
+        elif begin_group < end_group:
             whole = self._times[begin_group * GROUP_PLACES : end_group * GROUP_PLACES].reshape(-1, GROUP_PLACES)
             first = whole[:, 0]
             self._common[begin_group:end_group] = np.where((whole == first[:, None]).all(axis=1), first, np.nan)
