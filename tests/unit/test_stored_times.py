@@ -43,3 +43,14 @@ def test_places_that_a_block_shares_are_known_in_common_and_others_one_by_one(at
     out = np.empty(len(inner))
     times.gather(inner, out)
     assert out.tolist() == [2.0] * len(inner)
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+def test_a_block_that_comes_in_pieces_is_known_in_common_where_they_meet_within_a_group(as_array):
+    times = StoredTimes(PLACES)
+    for position in range(0, 3 * GROUP_PLACES, GROUP_PLACES - 5):
+        times.write(position, GROUP_PLACES - 5, np.full(GROUP_PLACES - 5, 2.0) if as_array else 2.0)
+    times._times[:] = np.nan
+    out = np.empty(3 * GROUP_PLACES)
+    times.gather(np.arange(len(out)), out)
+    assert out.tolist() == [2.0] * len(out)

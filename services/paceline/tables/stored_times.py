@@ -21,8 +21,9 @@ class StoredTimes:
     """Seconds of each place. One writer; a reader may look at other places meanwhile."""
 
     def __init__(self, place_count: int) -> None:
-        self._times: Seconds = np.empty(place_count, np.float64)
-        self._common: Seconds = np.full(-(-place_count // GROUP_PLACES), np.nan)
+        group_count = -(-place_count // GROUP_PLACES)
+        self._times: Seconds = np.empty(group_count * GROUP_PLACES, np.float64)
+        self._common: Seconds = np.full(group_count, np.nan)
         """Of each group of places their time, or NaN where they differ or not all are known to be alike."""
 
     @property
@@ -35,16 +36,22 @@ class StoredTimes:
         if not count:
             return
         end = position + count
+        first, last = position >> GROUP_SHIFT, end - 1 >> GROUP_SHIFT
         # Of a group that is written in part, other rows may be read meanwhile: first it says nothing of them any more.
-        self._common[position >> GROUP_SHIFT] = self._common[end - 1 >> GROUP_SHIFT] = np.nan
+        self._common[first] = self._common[last] = np.nan
         self._times[position:end] = times
-        begin_group, end_group = -(-position // GROUP_PLACES), end // GROUP_PLACES
-        if not isinstance(times, np.ndarray):
-            self._common[begin_group:end_group] = times
-        elif begin_group < end_group:
-            whole = self._times[begin_group * GROUP_PLACES : end_group * GROUP_PLACES].reshape(-1, GROUP_PLACES)
-            first = whole[:, 0]
-            self._common[begin_group:end_group] = np.where((whole == first[:, None]).all(axis=1), first, np.nan)
+        if isinstance(times, np.ndarray):
+            self._compare(first, last + 1)
+            return
+        self._common[-(-position // GROUP_PLACES) : end // GROUP_PLACES] = times
+        if position % GROUP_PLACES:  # a block may come in pieces that meet within a group
+            self._compare(first, first + 1)
+
+    def _compare(self, first: int, end: int) -> None:
+        """Note of each of these groups what all its places have in common, if they do."""
+        whole = self._times[first * GROUP_PLACES : end * GROUP_PLACES].reshape(-1, GROUP_PLACES)
+        lead = whole[:, 0]
+        self._common[first:end] = np.where((whole == lead[:, None]).all(axis=1), lead, np.nan)
 
     def gather(self, places: Places, out: Seconds) -> None:
         """Fill `out`, `[n]`, with the times of places."""
