@@ -44,7 +44,8 @@ class StoredTimes:
             self._compare(first, last + 1)
             return
         self._common[-(-position // GROUP_PLACES) : end // GROUP_PLACES] = times
-        if position % GROUP_PLACES:  # a block may come in pieces that meet within a group
+        # A block may come in pieces that meet within a group; that of another is told by a single look.
+        if position % GROUP_PLACES and self._times[first << GROUP_SHIFT] == times:
             self._compare(first, first + 1)
 
     def _compare(self, first: int, end: int) -> None:
