@@ -108,14 +108,14 @@ def check_totals(training: Training) -> None:
 
 
 def test_what_a_run_counted_outlives_its_launcher_and_a_resumed_run_adds_to_it(train: Callable[..., Training]):
-    first = train("run.environment_steps=1200", SPEED)
-    first.wait_for_steps(400)
+    first = train("run.environment_steps=800", SPEED)
+    first.wait_for_steps(300)
     first.wait_for(lambda: _acted(first.folder) > 100, "lag.json")
     os.kill(first.process.pid, signal.SIGKILL)
     first.process.wait()
     before = _acted(first.folder)
     # It may have been nearly over: a longer one has something to add in any case.
-    second = train("run.environment_steps=1600", SPEED, "--resume")
+    second = train("run.environment_steps=1200", SPEED, "--resume")
     assert second.wait(240) == 0, second.text()
     assert _acted(second.folder) > before + 300
     check_whole(explain(str(second.folder)))
@@ -132,7 +132,7 @@ def _acted(folder: Path) -> float:
 
 def test_a_study_that_was_stopped_goes_on_and_draws_what_it_found(tmp_path):
     command = [
-        *PACELINE, "study", "lag", "configs/pendulum-sac.yaml", *SMALL, SPEED, "run.environment_steps=900",
+        *PACELINE, "study", "lag", "configs/pendulum-sac.yaml", *SMALL, SPEED, "run.environment_steps=600",
         "learner.publish_every_updates=10", "evaluator.every_versions=10", "evaluator.episodes=2",
         "--versions", "0,3", "--seeds", "0", "--folder", str(tmp_path / "sweep"),
     ]  # fmt: skip

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 README = (ROOT / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line]
 # A person would wait for the preset's two minutes; a test makes the same command shorter, and leaves no runs/ behind.
-SHORT = "learner.algorithm.hidden=[64,64] learner.batch_size=64 evaluator.episodes=2"
+SHORT = "learner.algorithm.hidden=[64,64] learner.batch_size=64 learner.updates_per_step=0.25 evaluator.episodes=2"
 
 
 def run(command: str, folder: Path, *more: str, timeout: float = 200) -> str:
