@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import signal
 import sys
 import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -36,6 +38,20 @@ def tune_allocator() -> bool:
             mallopt(_M_TOP_PAD, 64 << 20) == 1,
         ]
     )
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Imports of much code within, such as torch: what they make stays, so the garbage collector never looks at it.
+
+    Measured with torch: a fifth of the import's time, and 150 ms of each full collection later on.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _read_epoch_ns() -> int:

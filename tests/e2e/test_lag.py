@@ -108,14 +108,14 @@ def check_totals(training: Training) -> None:
 
 
 def test_what_a_run_counted_outlives_its_launcher_and_a_resumed_run_adds_to_it(train: Callable[..., Training]):
-    first = train("run.environment_steps=800", SPEED)
+    first = train("run.environment_steps=800", SPEED, "evaluator.enabled=false")
     first.wait_for_steps(300)
     first.wait_for(lambda: _acted(first.folder) > 100, "lag.json")
     os.kill(first.process.pid, signal.SIGKILL)
     first.process.wait()
     before = _acted(first.folder)
     # It may have been nearly over: a longer one has something to add in any case.
-    second = train("run.environment_steps=1200", SPEED, "--resume")
+    second = train("run.environment_steps=1200", SPEED, "evaluator.enabled=false", "--resume")
     assert second.wait(240) == 0, second.text()
     assert _acted(second.folder) > before + 300
     check_whole(explain(str(second.folder)))

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 README = (ROOT / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line]
 # A person would wait for the preset's two minutes; a test makes the same command shorter, and leaves no runs/ behind.
-SHORT = "learner.algorithm.hidden=[64,64] learner.batch_size=64 learner.updates_per_step=0.25 evaluator.episodes=2"
+SHORT = "learner.algorithm.hidden=[64,64] learner.batch_size=64 learner.updates_per_step=0.25 evaluator.enabled=false"
 
 
 def run(command: str, folder: Path, *more: str, timeout: float = 200) -> str:
@@ -84,7 +84,8 @@ def test_a_setting_is_changed_and_the_run_resumed(tmp_path: Path):
 
 def test_a_lag_is_studied(tmp_path: Path):
     (command,) = commands("paceline study")
-    run(command, tmp_path, f"--folder {tmp_path}/study {SHORT} run.environment_steps=300", timeout=300)
+    evaluated = "evaluator.enabled=true evaluator.episodes=2"
+    run(command, tmp_path, f"--folder {tmp_path}/study {SHORT} {evaluated} run.environment_steps=300", timeout=300)
     assert (tmp_path / "study" / "study.html").exists()
 
 

@@ -1,3 +1,5 @@
+import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -179,3 +181,19 @@ def _state_of(pid: int) -> str | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return None
+
+
+@pytest.mark.parametrize("error", [None, ImportError])
+def test_what_imports_make_is_out_of_the_garbage_collectors_sight(error):
+    try:
+        with contextlib.nullcontext() if error is None else pytest.raises(error), process.importing():
+            assert not gc.isenabled()
+            made = [[]]
+            if error is not None:
+                raise error
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 0
+        assert not any(each is made for each in gc.get_objects())
+    finally:
+        gc.unfreeze()
+    assert any(each is made for each in gc.get_objects())

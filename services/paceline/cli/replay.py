@@ -52,7 +52,8 @@ def serve(
     """Run the replay service: keep rows in Redis, serve them from memory. The default."""
 
     def run(settings: config.Config, stop: process.StopSignal) -> None:
-        from paceline.replay import main
+        with process.importing():
+            from paceline.replay import main
 
         main.run(settings, resume=resume or resume_or_start, stop=stop, shard=shard)
 

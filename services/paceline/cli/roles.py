@@ -39,7 +39,8 @@ def train(
     extra = [] if collectors is None else [f"collector.count={collectors}"]
 
     def run(settings: config.Config, stop: process.StopSignal) -> None:
-        from paceline.local import launcher
+        with process.importing():
+            from paceline.local import launcher
 
         launcher.run(settings, resume=resume, plain=plain, stop=stop, environment=os.environ)
 
@@ -57,7 +58,8 @@ def learner(
     """Run the learner: train, and serve snapshots of the actor."""
 
     def run(settings: config.Config, stop: process.StopSignal) -> None:
-        from paceline.learner import main
+        with process.importing():
+            from paceline.learner import main
 
         main.run(settings, resume=resume or resume_or_start, stop=stop)
 
@@ -74,7 +76,8 @@ def collector(
     """Run a collector: step environments under the newest policy, and append rows."""
 
     def run(settings: config.Config, stop: process.StopSignal) -> None:
-        from paceline.collector import main
+        with process.importing():
+            from paceline.collector import main
 
         main.run(settings, index=index, stop=stop)
 
@@ -86,7 +89,8 @@ def evaluator(path: ConfigPath = None, overrides: Overrides = None, with_parent:
     """Run the evaluator: judge each n-th snapshot by deterministic episodes."""
 
     def run(settings: config.Config, stop: process.StopSignal) -> None:
-        from paceline.evaluator import main
+        with process.importing():
+            from paceline.evaluator import main
 
         main.run(settings, stop=stop)
 
@@ -98,7 +102,8 @@ def relay(path: ConfigPath = None, overrides: Overrides = None, with_parent: Wit
     """Run a relay: serve the learner's snapshots again, to many collectors or further relays."""
 
     def run(settings: config.Config, stop: process.StopSignal) -> None:
-        from paceline.relay import main
+        with process.importing():
+            from paceline.relay import main
 
         main.run(settings, stop=stop)
 
