@@ -6,6 +6,7 @@ import statistics
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +21,14 @@ from paceline.v1 import replay_pb2_grpc
 from replay_bench.clients import ProductWriter
 from replay_bench.processes import Remote, ServerProcess, free_address
 from replay_bench.product import serve_product
-from replay_bench.rounds import Extent, Figures, Moved, repeat_for, take_turns
+from replay_bench.rounds import Extent, Figures, Moved, repeat_by_turns, take_turns
 from replay_bench.runs import RUN, make_config
 from replay_bench.stores import Store
 from replay_bench.workloads import Workload
 
 BATCH_ROWS = 8192
 SHORT_SHARE = 0.25
-"""Of a turn's seconds, for what happens within one process."""
+"""Of a turn's seconds, for each of what happens within one process."""
 WAIT_SECONDS = 60.0
 WATCH_SECONDS = 0.05
 """Between two looks at how far the follower is."""
@@ -64,18 +65,14 @@ class FollowingLearner:
         self._out = np.empty((BATCH_ROWS, workload.spec.row_bytes), np.uint8)
         self._random, self._ring_rows = np.random.default_rng(0), workload.ring_rows
 
-    def sample(self, seconds: float) -> Moved:
-        """Rows of batches as the training loop takes them."""
-        return repeat_for(seconds, BATCH_ROWS, lambda: self._source.next_batch(WAIT_SECONDS))
-
-    def take(self, seconds: float) -> Moved:
-        """Rows that numpy gathers, from places drawn in the same way."""
+    def compare(self, seconds: float) -> list[Moved]:
+        """Rows of batches as the training loop takes them, and rows that numpy gathers, from places drawn alike."""
 
         def take() -> None:
             index = self._random.integers(0, self._ring_rows, BATCH_ROWS)
             np.take(self._rows, index, axis=0, out=self._out, mode="clip")
 
-        return repeat_for(seconds, BATCH_ROWS, take)
+        return repeat_by_turns(seconds, BATCH_ROWS, [partial(self._source.next_batch, WAIT_SECONDS), take])
 
     def watch(self, seconds: float) -> list[Progress]:
         """Where table and copy are, looked at again and again."""
@@ -108,13 +105,10 @@ class FollowingSuite:
         """Wait until Redis does nothing of its own."""
         self._store.settle()
 
-    def sample(self, seconds: float) -> dict[str, float]:
-        """A turn of the learner's own samples."""
-        return self._figures(follow_sample_rows_per_s=self._learner.call("sample", seconds * SHORT_SHARE).per_second)
-
-    def take(self, seconds: float) -> dict[str, float]:
-        """A turn of numpy's gather."""
-        return self._figures(follow_take_rows_per_s=self._learner.call("take", seconds * SHORT_SHARE).per_second)
+    def compare(self, seconds: float) -> dict[str, float]:
+        """A turn of the learner's own samples and of numpy's gather."""
+        sampled, taken = self._learner.call("compare", seconds * SHORT_SHARE)
+        return self._figures(follow_sample_rows_per_s=sampled.per_second, follow_take_rows_per_s=taken.per_second)
 
     def keep_up(self, seconds: float) -> dict[str, float]:
         """A turn of inserts as fast as they go: how many of them the learner got in the same time."""
@@ -136,5 +130,5 @@ def measure_following(workload: Workload, extent: Extent, folder: Path, redis_bi
     """Figures of one workload."""
     with ExitStack() as stack:
         suite = FollowingSuite(stack, workload, folder, redis_binary)
-        turns = [suite.sample, suite.take, suite.keep_up]
+        turns = [suite.compare, suite.keep_up]
         return take_turns(f"{workload.name} following", turns, extent, suite.settle)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 
 from paceline.tables.memory import MemorySettings, TableMemory
 from paceline.tables.ring import HostRows
 from replay_bench.processes import Remote
-from replay_bench.rounds import Extent, Figures, Moved, Turn, repeat_for, take_turns
+from replay_bench.rounds import Extent, Figures, Moved, repeat_by_turns, take_turns
 from replay_bench.workloads import BLOCK_ROWS, Columns, Workload
 
 BATCH_ROWS = 8192
 TURN_SHARE = 0.25
-"""Of a turn's seconds: within one process rates are steady."""
+"""Of a turn's seconds, for each of both."""
 
 
 class Gather:
@@ -31,18 +32,15 @@ class Gather:
         for first_row in range(0, settings.physical_rows, BLOCK_ROWS):
             self._memory.append(first_row, block, stored_at=0.0)
 
-    def sample(self, seconds: float) -> Moved:
-        """Rows of the table's uniform sample."""
-        return repeat_for(seconds, BATCH_ROWS, lambda: self._memory.sample(self._random, self._out))
-
-    def take(self, seconds: float) -> Moved:
-        """Rows that numpy gathers, from places drawn in the same way."""
+    def compare(self, seconds: float) -> list[Moved]:
+        """Rows of the table's uniform sample, and rows that numpy gathers, from places drawn in the same way."""
 
         def take() -> None:
             index = self._random.integers(0, self._memory.settings.capacity_rows, BATCH_ROWS)
             np.take(self._rows, index, axis=0, out=self._out, mode="clip")
 
-        return repeat_for(seconds, BATCH_ROWS, take)
+        sample = partial(self._memory.sample, self._random, self._out)
+        return repeat_by_turns(seconds, BATCH_ROWS, [sample, take])
 
 
 def measure_gather(workload: Workload, extent: Extent) -> Figures:
@@ -50,12 +48,11 @@ def measure_gather(workload: Workload, extent: Extent) -> Figures:
     with ExitStack() as stack:
         gather = Remote(stack, Gather, workload).ready()
 
-        def turn(figure: str, method: str) -> Turn:
-            def measure(seconds: float) -> dict[str, float]:
-                moved: Moved = gather.call(method, seconds * TURN_SHARE)
-                return {f"{workload.name}.{figure}": moved.per_second}
+        def turn(seconds: float) -> dict[str, float]:
+            sampled, taken = gather.call("compare", seconds * TURN_SHARE)
+            return {
+                f"{workload.name}.gather_rows_per_s": sampled.per_second,
+                f"{workload.name}.numpy_take_rows_per_s": taken.per_second,
+            }
 
-            return measure
-
-        turns = [turn("gather_rows_per_s", "sample"), turn("numpy_take_rows_per_s", "take")]
-        return take_turns(f"{workload.name} gather", turns, extent)
+        return take_turns(f"{workload.name} gather", [turn], extent)
