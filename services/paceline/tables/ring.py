@@ -71,7 +71,7 @@ class HostRows:
     def gather(self, index: npt.NDArray[np.int64], out: ByteMatrix) -> None:
         """Copy the rows at the places `index` to `out`."""
         # mode="clip" spares numpy a second, checked buffer; it lets the interpreter lock go.
-        np.take(self._rows, index, axis=0, out=out, mode="clip")
+        self._rows.take(index, axis=0, out=out, mode="clip")
 
     def read(self, position: int, count: int) -> ByteMatrix:
         """A copy of `count` rows from `position` on."""

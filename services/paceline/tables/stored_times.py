@@ -56,8 +56,8 @@ class StoredTimes:
 
     def gather(self, places: Places, out: Seconds) -> None:
         """Fill `out`, `[n]`, with the times of places."""
-        np.take(self._common, places >> GROUP_SHIFT, out=out, mode="clip")
-        differing = np.flatnonzero(np.isnan(out))
+        self._common.take(places >> GROUP_SHIFT, out=out, mode="clip")
+        (differing,) = np.isnan(out).nonzero()
         if len(differing):
             out[differing] = self._times[places[differing]]
 
