@@ -23,6 +23,7 @@ README = (ROOT / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line]
 # A person would wait for the preset's two minutes; a test makes the same command shorter, and leaves no runs/ behind.
 SHORT = "learner.algorithm.hidden=[64,64] learner.batch_size=64 learner.updates_per_step=0.25 evaluator.enabled=false"
+EVALUATED = "evaluator.enabled=true evaluator.episodes=2"
 
 
 def run(command: str, folder: Path, *more: str, timeout: float = 200) -> str:
@@ -84,8 +85,7 @@ def test_a_setting_is_changed_and_the_run_resumed(tmp_path: Path):
 
 def test_a_lag_is_studied(tmp_path: Path):
     (command,) = commands("paceline study")
-    evaluated = "evaluator.enabled=true evaluator.episodes=2"
-    run(command, tmp_path, f"--folder {tmp_path}/study {SHORT} {evaluated} run.environment_steps=300", timeout=300)
+    run(command, tmp_path, f"--folder {tmp_path}/study {SHORT} {EVALUATED} run.environment_steps=300", timeout=300)
     assert (tmp_path / "study" / "study.html").exists()
 
 
@@ -127,7 +127,7 @@ def test_the_services_run_apart(tmp_path: Path, store: EmbeddedRedis):
         command = command.replace("redis://127.0.0.1:6379/0", store.url)
         with (tmp_path / f"{role}.log").open("w") as log:
             processes[role] = subprocess.Popen(
-                f"exec {command} {SHORT} {steps} {through_relay}",
+                f"exec {command} {SHORT} {EVALUATED} {steps} {through_relay}",
                 shell=True,
                 cwd=ROOT,
                 env=environment(tmp_path),
