@@ -94,6 +94,7 @@ _OPTIONS = ("db", *_FILES, "password_file")
 
 Argument = bytes | memoryview | str | int
 _BINARY = (bytes, memoryview)
+"""Made once: a message has dozens of arguments."""
 
 
 class ScriptFlagsError(PacelineError):

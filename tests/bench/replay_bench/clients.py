@@ -99,7 +99,8 @@ class ProductWriter:
 
         def request(may_send_another: Callable[[], bool]) -> Bulk[pb.AppendRequest]:
             blocks = [make()]
-            # As the collector's writer does; what the next block has in its form, the last one tells well enough.
+            # As many as may be sent. A collector's writer shares less: gRPC takes each block from it at once. What the
+            # next block has in its form, the last one tells well enough.
             bytes_in_message = 2 * blocks[0].payload_bytes
             while len(blocks) < self._message_blocks and bytes_in_message <= MESSAGE_BYTES and may_send_another():
                 blocks.append(make())

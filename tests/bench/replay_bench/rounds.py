@@ -17,6 +17,9 @@ Figures = dict[str, list[float]]
 WARM_UP_SHARE = 0.25
 """Of a turn's seconds: an uncounted round at the start touches memory and opens streams."""
 
+SLICE_SECONDS = 0.02
+"""Of what is compared within one process: a busy host changes its speed from tenth to tenth of a second."""
+
 
 @dataclass(frozen=True)
 class Extent:
@@ -66,10 +69,6 @@ def repeat_for(seconds: float, amount: int, call: Callable[[], object]) -> Moved
         call()
         calls, now = calls + 1, time.perf_counter()
     return Moved(calls * amount, now - began)
-
-
-SLICE_SECONDS = 0.02
-"""Of what is compared within one process: a busy host changes its speed from tenth to tenth of a second."""
 
 
 def repeat_by_turns(seconds: float, amount: int, calls: Sequence[Callable[[], object]]) -> list[Moved]:
