@@ -27,7 +27,9 @@ from paceline.errors import (
 from paceline.process import StopSignal
 from paceline.rows import Block, CompactForm, checksum_of
 from paceline.rpc import status
+from paceline.rpc.bulk import MESSAGE_BYTES
 from paceline.rpc.client import Backoff, open_channel
+from paceline.rpc.wire import blocks_to_wire
 from paceline.v1 import replay_pb2
 
 NEVER = StopSignal()
@@ -185,6 +187,71 @@ def test_what_shares_a_message_has_a_mebibyte_at_most(start, payload_bytes, rpc,
     start.replay(replay, port=port)
     assert writing.writer.close([], 20) == 0
     assert replay.messages == messages
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The sequences of the blocks of each message that a writer has made."""
+    messages = []
+
+    def note(run_id, table, blocks):
+        messages.append([block.header.sequence for block in blocks])
+        return blocks_to_wire(run_id, table, blocks)
+
+    monkeypatch.setattr("paceline.collector.writer.blocks_to_wire", note)
+    return messages
+
+
+def test_while_two_messages_are_unacknowledged_blocks_wait_and_share_the_next(start, sent):
+    replay, _, port = start.replay()
+    replay.open.clear()
+    writing = start.writing(port)
+    looks, choose = [], writing.writer._next_blocks
+
+    def look(*arguments, **settings):
+        looks.append(writing.writer.in_flight)
+        return choose(*arguments, **settings)
+
+    writing.writer._next_blocks = look
+    for number in range(2):
+        writing.submit(number)
+        wait_until(lambda number=number: len(sent) == number + 1)
+    for number in range(2, WINDOW):
+        writing.submit(number)
+        wait_until(lambda number=number: number + 1 in looks)  # whether it is to be sent
+        assert sent == [[1], [2]]
+    replay.open.set()
+    assert writing.writer.close([], 20) == 0
+    assert sent == replay.messages == [[1], [2], [3, 4]]
+
+
+def test_a_message_that_has_no_room_for_another_block_waits_for_no_acknowledgement(start, sent):
+    replay, _, port = start.replay()
+    replay.open.clear()
+    writing = start.writing(port)
+    for _ in range(WINDOW):
+        writing.submit(*range(-(-MESSAGE_BYTES // PENDULUM.row_bytes)))
+    wait_until(lambda: len(sent) == WINDOW)
+    assert writing.writer.in_flight == WINDOW
+    replay.open.set()
+    assert writing.writer.close([], 20) == 0
+    assert sent == [[1], [2], [3], [4]]
+
+
+def test_blocks_wait_for_two_messages_no_longer_than_until_one_is_acknowledged(start, sent):
+    replay, _, port = start.replay()
+    passing = threading.Semaphore(0)
+    replay.open.wait = lambda seconds: passing.acquire(timeout=seconds)
+    writing = start.writing(port)
+    for number in range(2):
+        writing.submit(number)
+        wait_until(lambda number=number: len(sent) == number + 1)
+    writing.submit(2)
+    passing.release()
+    wait_until(lambda: sent == [[1], [2], [3]])
+    assert numbers_in(replay) == [0]
+    passing.release(2)
+    assert writing.writer.close([], 20) == 0
 
 
 def test_after_a_cut_all_that_was_not_acknowledged_comes_again_and_shares_a_message(start):

@@ -37,6 +37,9 @@ _STOP_CHECK_SECONDS = 0.2
 _JOIN_SECONDS = 1.0
 _STREAM_REUSE = 0.9
 """Share of a stream's deadline after which the writer ends it itself and opens the next."""
+_PROMPT_MESSAGES = 2
+"""While fewer are unacknowledged, a block waits for no other: replay stores one message while the next one arrives, and
+a third would only wait there. What is sealed until then shares it, which costs replay half as much a block."""
 
 
 _REASONS: dict[type[PacelineError], str] = {
@@ -63,7 +66,7 @@ class _Sealed:
 
 
 class BlockWriter:
-    """Appends blocks on a thread of its own, over one stream. Small ones that wait at once share a message.
+    """Appends blocks on a thread of its own, over one stream. Small ones share a message while replay is behind.
 
     A block stays here until replay acknowledges it; after a cut every block that is still here is sent again with its
     old sequence, and replay knows which it has. `submit` waits while `max_blocks_in_flight` blocks are here: that is
@@ -279,8 +282,10 @@ class BlockWriter:
     def _requests(self, ended: threading.Event) -> Iterator[Bulk[replay_pb2.AppendRequest]]:
         """What one stream sends: every unacknowledged block from the oldest on, then each new one.
 
-        Blocks that wait at the same time share a message; none is waited for.
+        Blocks that wait at the same time share a message. While `_PROMPT_MESSAGES` are unacknowledged only a full one
+        goes, otherwise none waits.
         """
+        ends: collections.deque[int] = collections.deque()  # last sequence of each message that is unacknowledged
         sent, old_at = 0, time.monotonic() + self._rpc.stream_seconds * _STREAM_REUSE
         outbox: Outbox | None = None
         while True:
@@ -288,7 +293,10 @@ class BlockWriter:
                 now = time.monotonic()
                 if ended.is_set() or self._abandoned.is_set() or now > old_at:
                     return
-                blocks = self._next_blocks(sent)
+                oldest = self._next_sequence - len(self._unacknowledged)
+                while ends and ends[0] < oldest:
+                    ends.popleft()
+                blocks = self._next_blocks(sent, only_full=len(ends) >= _PROMPT_MESSAGES)
                 if not blocks:
                     if self._closing and not self._unacknowledged:
                         return
@@ -307,19 +315,25 @@ class BlockWriter:
                 outbox.pass_on(request)
             yield request
             sent = blocks[-1].header.sequence
+            ends.append(sent)
 
-    def _next_blocks(self, sent: int) -> list[SentBlock]:
-        """The oldest blocks after the one of sequence `sent`, as many as share a message. The lock is held."""
+    def _next_blocks(self, sent: int, *, only_full: bool) -> list[SentBlock]:
+        """The oldest blocks after the one of sequence `sent`, as many as share a message. The lock is held.
+
+        `only_full`: none unless a message has no room for another.
+        """
         blocks: list[SentBlock] = []
         payload_bytes = 0
         for sealed in self._unacknowledged:
             if sealed.sequence <= sent:
                 continue
             payload_bytes += sealed.block.payload_bytes
-            if blocks and (payload_bytes > self._message_bytes or len(blocks) == self._message_blocks):
-                break
+            if blocks and payload_bytes > self._message_bytes:
+                return blocks
             blocks.append(sealed.block)
-        return blocks
+            if payload_bytes >= self._message_bytes or len(blocks) == self._message_blocks:
+                return blocks
+        return [] if only_full else blocks
 
     def _acknowledge(self, answer: replay_pb2.AppendResponse) -> None:
         answers = (answer, *answer.further)
