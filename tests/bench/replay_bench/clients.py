@@ -6,25 +6,26 @@ learner does.
 
 from __future__ import annotations
 
-import itertools
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import grpc
 import numpy as np
+from prometheus_client import CollectorRegistry
 
-from paceline.collector.outbox import Outbox
+from paceline.collector.metrics import CollectorMetrics
+from paceline.collector.writer import BlockWriter
 from paceline.config import RpcConfig
-from paceline.rows import CompactForm, RowSpec, checksum_of
-from paceline.rpc.bulk import APPEND_REQUEST, SAMPLE_RESPONSE, Buffer, Bulk
+from paceline.rows import CompactForm, RowSpec
+from paceline.rpc.bulk import SAMPLE_RESPONSE, Buffer, Bulk
 from paceline.rpc.client import open_channel
 from paceline.rpc.shared_memory import OfferedMemory, part_of
-from paceline.rpc.wire import SentBlock, blocks_to_wire, row_spec_to_wire
+from paceline.rpc.wire import row_spec_to_wire
 from paceline.v1 import replay_pb2 as pb
-from paceline.v1 import replay_pb2_grpc, rows_pb2
+from paceline.v1 import replay_pb2_grpc
+from replay_bench.product import log_problems
 from replay_bench.rounds import Moved
 from replay_bench.runs import MESSAGE_BYTES, PRIORITISED, RUN, TABLE
 from replay_bench.workloads import BLOCK_ROWS, ENVIRONMENTS, Columns, Workload
@@ -37,24 +38,18 @@ STREAM_SECONDS = 600.0
 PRIORITY_ROWS = 16_384
 """Rows whose priorities one call sets."""
 
-Request = Any
-"""Of whichever serialiser the stream has."""
-
 
 class ProductWriter:
-    """Appends blocks to the real service."""
+    """Appends blocks to the real service as a collector does: packed on one thread, carried by a BlockWriter."""
 
     def __init__(self, address: str, workload: Workload, table: str = TABLE) -> None:
-        channel = open_channel(address, RpcConfig())
-        self._append = channel.stream_stream(
-            "/paceline.v1.ReplayService/Append", APPEND_REQUEST.serialize, pb.AppendResponse.FromString
-        )
-        self._stub = replay_pb2_grpc.ReplayServiceStub(channel)
-        self._spec, self._table = workload.spec, table
+        log_problems()
+        self._address, self._spec, self._table = address, workload.spec, table
+        self._stub = replay_pb2_grpc.ReplayServiceStub(open_channel(address, RpcConfig()))
         self._columns = Columns(workload.spec)
-        self._compact = CompactForm(workload.spec)
-        self._sequence = 0
-        self._message_blocks = open_table(self._stub, table, workload.spec).max_blocks_per_append
+        self._writers: dict[tuple[str, bool], BlockWriter] = {}
+        """By the form of blocks, and whether rows go through memory; each is a collector of its own."""
+        open_table(self._stub, table, workload.spec)
 
     def insert(
         self, seconds: float, form: str = "plain", rows_per_second: float | None = None, shares: bool = False
@@ -65,12 +60,29 @@ class ProductWriter:
             rows_per_second: holds it back.
             shares: rows go through memory, as on one machine; otherwise through the connection.
         """
-        return self._insert(_for_seconds(seconds), form, rows_per_second, shares)
+        writer, pause, submitted = self._writer(form, shares), threading.Event(), 0
+        began = time.perf_counter()
+        while (passed := time.perf_counter() - began) < seconds:
+            if rows_per_second is not None:
+                pause.wait(max(0.0, submitted * BLOCK_ROWS / rows_per_second - passed))
+            self._submit(writer)
+            submitted += 1
+        moved = Moved((submitted - writer.in_flight) * BLOCK_ROWS, passed)
+        self._wait_for(writer)
+        return moved
 
     def fill(self, row_count: int) -> None:
         """Append so many rows, and a block more."""
-        blocks = row_count // BLOCK_ROWS + 1
-        self._insert(lambda done: done >= blocks, "plain", None, shares=True)
+        writer = self._writer("plain", shares=True)
+        for _ in range(row_count // BLOCK_ROWS + 1):
+            self._submit(writer)
+        self._wait_for(writer)
+
+    def close(self) -> None:
+        """End its streams."""
+        for writer in self._writers.values():
+            writer.close([], START_SECONDS)
+        self._writers.clear()
 
     def inserted_rows(self) -> int:
         """Rows that the table ever got."""
@@ -86,56 +98,39 @@ class ProductWriter:
             request = pb.UpdatePrioritiesRequest(run_id=RUN, table=self._table, keys=keys, priorities=priorities)
             self._stub.UpdatePriorities(request, timeout=STREAM_SECONDS)
 
-    def _insert(self, enough: Callable[[int], bool], form: str, rows_per_second: float | None, shares: bool) -> Moved:
-        outbox = Outbox.create((IN_FLIGHT_BLOCKS + 1) * BLOCK_ROWS * self._spec.row_bytes) if shares else None
+    def _writer(self, form: str, shares: bool) -> BlockWriter:
+        writer = self._writers.get((form, shares))
+        if writer is None:
+            rpc = RpcConfig(shared_memory=shares)
+            writer = self._writers[form, shares] = BlockWriter(
+                open_channel(self._address, rpc),
+                run_id=RUN,
+                table=self._table,
+                spec=self._spec,
+                collector_index=len(self._writers),
+                collector_incarnation=1,
+                max_blocks_in_flight=IN_FLIGHT_BLOCKS,
+                block_rows=BLOCK_ROWS,
+                rpc=rpc,
+                limiter_seconds=START_SECONDS,
+                metrics=CollectorMetrics(CollectorRegistry()),
+                compact_form=CompactForm(self._spec) if form == "compact" else None,
+                compact_stride=ENVIRONMENTS,
+            )
+            writer.start()
+            self._submit(writer)  # the stream is open when the first turn begins
+            self._wait_for(writer)
+        return writer
 
-        def append(requests: Iterator[Request]) -> Iterator[int]:
-            for answer in self._append(requests, timeout=STREAM_SECONDS):
-                if outbox is not None:
-                    outbox.note(answer)
-                yield 1 + len(answer.further)
+    def _submit(self, writer: BlockWriter) -> None:
+        writer.submit(self._columns.pack(), ended=lambda: False)
 
-        make = self._plain_block if form == "plain" else self._compact_block
-
-        def request(may_send_another: Callable[[], bool]) -> Bulk[pb.AppendRequest]:
-            blocks = [make()]
-            # As many as may be sent. A collector's writer shares less: gRPC takes each block from it at once. What the
-            # next block has in its form, the last one tells well enough.
-            bytes_in_message = 2 * blocks[0].payload_bytes
-            while len(blocks) < self._message_blocks and bytes_in_message <= MESSAGE_BYTES and may_send_another():
-                blocks.append(make())
-                bytes_in_message += blocks[-1].payload_bytes
-            request = blocks_to_wire(RUN, self._table, blocks)
-            if outbox is not None:
-                outbox.pass_on(request)
-            return request
-
-        moved = _insert_blocks(append, request, enough, rows_per_second)
-        if outbox is not None:
-            outbox.close()
-        return moved
-
-    def _plain_block(self) -> SentBlock:
-        return self._block(self._columns.pack().data.reshape(-1).data, stride=0)
-
-    def _compact_block(self) -> SentBlock:
-        payload = self._compact.encode(self._columns.pack(), ENVIRONMENTS)
-        if payload is None:
-            raise RuntimeError(f"rows of {self._spec.row_bytes} bytes have no compact form that is worth it")
-        return self._block(memoryview(payload).cast("B"), stride=ENVIRONMENTS)
-
-    def _block(self, payload: memoryview, *, stride: int) -> SentBlock:
-        self._sequence += 1
-        header = rows_pb2.BlockHeader(
-            collector_index=0,
-            collector_incarnation=1,
-            sequence=self._sequence,
-            row_count=BLOCK_ROWS,
-            row_spec_digest=self._spec.digest,
-            checksum=checksum_of(payload),
-            compact_stride=stride,
-        )
-        return SentBlock(header, payload)
+    def _wait_for(self, writer: BlockWriter) -> None:
+        until = time.monotonic() + START_SECONDS
+        while writer.in_flight:
+            if writer.failed or time.monotonic() > until:
+                raise RuntimeError(f"replay acknowledged all blocks but {writer.in_flight}")
+            time.sleep(0.001)
 
 
 class PrototypeWriter:
@@ -154,10 +149,23 @@ class PrototypeWriter:
         self._insert(lambda done: done > row_count // BLOCK_ROWS)
 
     def _insert(self, enough: Callable[[int], bool]) -> Moved:
-        def append(requests: Iterator[Request]) -> Iterator[int]:
-            return (1 for _ in self._append(requests, timeout=STREAM_SECONDS, wait_for_ready=True))
+        window, done = threading.Semaphore(IN_FLIGHT_BLOCKS), threading.Event()
+        began, seconds, counted = time.perf_counter(), 0.0, 0
 
-        return _insert_blocks(append, lambda _: self._columns.pack().data.tobytes(), enough)
+        def blocks() -> Iterator[bytes]:
+            while True:
+                window.acquire()
+                if done.is_set():
+                    return
+                yield self._columns.pack().data.tobytes()
+
+        answers = self._append(blocks(), timeout=STREAM_SECONDS, wait_for_ready=True)
+        for acknowledged, _ in enumerate(answers, start=1):
+            if not done.is_set() and enough(acknowledged):
+                seconds, counted = time.perf_counter() - began, acknowledged
+                done.set()
+            window.release()
+        return Moved(counted * BLOCK_ROWS, seconds)
 
 
 class ProductSampler:
@@ -294,48 +302,6 @@ def open_table(stub: replay_pb2_grpc.ReplayServiceStub, table: str, spec: RowSpe
             if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > until:
                 raise
             time.sleep(0.1)
-
-
-def _insert_blocks(
-    append: Callable[[Iterator[Request]], Iterator[int]],
-    make: Callable[[Callable[[], bool]], Request],
-    enough: Callable[[int], bool],
-    rows_per_second: float | None = None,
-) -> Moved:
-    """Rows acknowledged, with `IN_FLIGHT_BLOCKS` blocks unacknowledged at most.
-
-    Args:
-        append: how many blocks each answer to these requests acknowledges.
-        make: a request of one block, and of one more each time that what it is given says that another may be sent now.
-        enough: whether so many blocks are.
-    """
-    window, done = threading.Semaphore(IN_FLIGHT_BLOCKS), threading.Event()
-    began, seconds, counted, acknowledged = time.perf_counter(), 0.0, 0, 0
-    numbers = itertools.count()
-
-    def wait_for_turn() -> None:
-        if rows_per_second is not None:
-            done.wait(max(0.0, began + next(numbers) * BLOCK_ROWS / rows_per_second - time.perf_counter()))
-
-    def may_send_another() -> bool:
-        # Held back, each block has a time of its own.
-        return rows_per_second is None and window.acquire(blocking=False)
-
-    def requests() -> Iterator[Request]:
-        while True:
-            window.acquire()
-            wait_for_turn()
-            if done.is_set():
-                return
-            yield make(may_send_another)
-
-    for blocks in append(requests()):
-        acknowledged += blocks
-        if not done.is_set() and enough(acknowledged):
-            seconds, counted = time.perf_counter() - began, acknowledged
-            done.set()
-        window.release(blocks)
-    return Moved(counted * BLOCK_ROWS, seconds)
 
 
 def _rows_of(bulk: Bulk[pb.SampleResponse], memory: OfferedMemory | None) -> Buffer:
