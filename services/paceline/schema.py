@@ -179,7 +179,7 @@ def _replay() -> list[Metric]:
                 do="add to the side that does not wait"),
         counter("limiter_timeouts_total", "times", "Waits for the limiter that ended at their deadline.",
                 _TABLE, _SIDE, bad="growing on both sides at once", do="widen limiter.window_rows"),
-        histogram("redis_append_seconds", "seconds", "Seconds until Redis had the blocks of a message.",
+        histogram("redis_append_seconds", "seconds", "Seconds until Redis had the blocks of a step.",
                   bad="a p99 above 0.1: collectors wait", do="give Redis a faster disk, or appendfsync everysec"),
         gauge("redis_used_bytes", "bytes", "Memory that Redis uses, for rows, their index and all else.",
               bad="close to redis_max_bytes", do="raise maxmemory, or lower capacity_rows"),

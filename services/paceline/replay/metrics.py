@@ -156,7 +156,7 @@ class ReplayMetrics:
         )
         self.redis_append_seconds = Histogram(
             "paceline_replay_redis_append_seconds",
-            "Seconds until Redis had the blocks of a message. Above 0.1: Redis or its disk is slow, collectors wait.",
+            "Seconds until Redis had the blocks of a step. Above 0.1: Redis or its disk is slow, collectors wait.",
             buckets=SECONDS_BUCKETS,
             registry=registry,
         )

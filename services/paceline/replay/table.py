@@ -1,17 +1,19 @@
 """One table: what it takes, what it knows already, and when the limiter lets it pass.
 
-An append goes to Redis first, then to memory, then it is acknowledged, one caller at a time. Sampling touches memory
-alone, so it goes on while Redis is away.
+An append goes to Redis first, then to memory, then it is acknowledged, one step at a time. What other appends bring
+meanwhile waits in line, and the next step stores it together: that costs half as much a block as a step for each.
+Sampling touches memory alone, so it goes on while Redis is away.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +34,7 @@ from paceline.replay.logged import LogState
 from paceline.replay.metrics import TableMetrics
 from paceline.replay.tiers import CheckedBlock, Tiers
 from paceline.rows import ByteMatrix, RowSpec, block_from_wire, find_non_finite
+from paceline.rpc.bulk import MESSAGE_BYTES
 from paceline.rpc.wire import SentBlock
 from paceline.tables.limiter import Ended, Limiter, LimiterSettings
 from paceline.tables.memory import MemorySettings
@@ -42,6 +45,10 @@ LOCK_SECONDS = 30.0
 """An append waits so long for those before it, or for the table to be whole; then the caller is told to come again."""
 LOOK_SECONDS = 0.2
 """How often a wait for the whole table looks whether its caller is still there."""
+TOGETHER_BLOCKS = 64
+TOGETHER_BYTES = MESSAGE_BYTES
+"""What one step in Redis takes of blocks that wait at once, whoever sent them: with more of them, what a step costs no
+longer counts."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,17 @@ class Appended:
     stored_row_count: int
     duplicate: bool
     complete: bool
+
+
+class _InLine:
+    """Blocks of one message that the limiter let pass, waiting for the step in which they are stored."""
+
+    def __init__(self, blocks: Sequence[CheckedBlock]) -> None:
+        self.blocks = blocks
+        self.reserved = sum(block.row_count for block in blocks)
+        """Rows that the limiter has set aside, to be settled by whoever takes the blocks out of the line."""
+        self.done: list[Appended] | None = None
+        """What became of the first ones, once a step has taken them; of those after these nothing did."""
 
 
 class Table:
@@ -97,6 +115,8 @@ class Table:
         """Notified when rows came, rows left, priorities changed, or followers made progress."""
         self.metrics = metrics
         self._appending = threading.Lock()
+        self._line: deque[_InLine] = deque()
+        self._line_changing = threading.Lock()
         self._whole = threading.Event()
         metrics.whole.set(0)
         self.draws = Draws(name, self.memory, self.limiter, self.changed, metrics, self._whole.is_set)
@@ -140,8 +160,9 @@ class Table:
             failure = error
         while blocks:
             done = self._append_some(blocks, ended, clock)
-            yield done
-            del blocks[: len(done)]
+            if done:
+                yield done
+                del blocks[: len(done)]
         if failure is not None:
             raise failure
 
@@ -282,7 +303,8 @@ class Table:
     def _append_some(self, blocks: Sequence[CheckedBlock], ended: Ended, clock: ActivityClock) -> list[Appended]:
         """Store the first block, and those after it that need not wait; what became of them.
 
-        One that fails after the first is left for the next call, which finds out why.
+        One that fails after the first is left for the next call, which finds out why; so is all of it (nothing became
+        of any) where another append took it along in a step that did not get so far.
         """
         self._wait_until_whole(ended)
         known = self._answer_known(blocks)
@@ -291,23 +313,60 @@ class Table:
         clock.switch("limiter")
         with self.metrics.waiting_for_limiter("insert"):
             self.limiter.reserve_insert(blocks[0].row_count, ended)
-        passed = [blocks[0], *takewhile(self._passes_at_once, blocks[1:])]
-        reserved, stored = sum(block.row_count for block in passed), 0
+        own = _InLine([blocks[0], *takewhile(self._passes_at_once, blocks[1:])])
+        clock.switch("store")
+        with self._line_changing:
+            self._line.append(own)
         try:
-            clock.switch("store")
             with self._one_at_a_time():
-                # The same blocks may have come by another stream meanwhile.
-                done = self._answer_known(passed) or self._store(passed, clock)
-                stored = sum(each.stored_row_count for each in done if not each.duplicate)
-                self.limiter.settle_insert(reserved, stored)
-                reserved = 0
+                is_taken = own.done is not None  # an append before this one has stored it with its own
+                if not is_taken:
+                    self._store_line(own, clock)
         finally:
-            if reserved:
-                self.limiter.settle_insert(reserved, 0)
-        if self._tiers.complete:
-            self.limiter.complete()
-        self.wake()
-        return done
+            if self._leave_line(own):
+                self.limiter.settle_insert(own.reserved, 0)
+        if not is_taken:
+            if self._tiers.complete:
+                self.limiter.complete()
+            self.wake()
+        return own.done or []
+
+    def _store_line(self, own: _InLine, clock: ActivityClock) -> None:
+        """Store `own`, and as much of what others have in line as goes along; raises for its first block alone."""
+        line, done = self._take_line(own), []
+        try:
+            # The same blocks may have come by another stream meanwhile.
+            done = self._answer_known(own.blocks) or self._store(
+                [block for each in line for block in each.blocks], clock
+            )
+        finally:
+            stored = sum(each.stored_row_count for each in done if not each.duplicate)
+            self.limiter.settle_insert(sum(each.reserved for each in line), stored)
+            rest = iter(done)
+            for each in line:
+                each.done = list(islice(rest, len(each.blocks)))
+
+    def _take_line(self, own: _InLine) -> list[_InLine]:
+        """Out of the line: `own`, and those of the others, the first ones first, that share a step with it."""
+        taken, count, size = [own], len(own.blocks), sum(len(block.payload) for block in own.blocks)
+        with self._line_changing:
+            self._line.remove(own)
+            while self._line:
+                blocks = self._line[0].blocks
+                count += len(blocks)
+                size += sum(len(block.payload) for block in blocks)
+                if count > TOGETHER_BLOCKS or size > TOGETHER_BYTES:
+                    break
+                taken.append(self._line.popleft())
+        return taken
+
+    def _leave_line(self, own: _InLine) -> bool:
+        """Give up waiting; False: nobody waits, the blocks were taken."""
+        with self._line_changing:
+            if own not in self._line:
+                return False
+            self._line.remove(own)
+            return True
 
     def _passes_at_once(self, block: CheckedBlock) -> bool:
         """Whether the limiter lets a block pass without a wait; then its rows are set aside."""
