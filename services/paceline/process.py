@@ -194,15 +194,19 @@ EXIT_HELPER_LOST = os.EX_TEMPFAIL
 """Exit status of a process that lost one which it had started: run again it is as good as before."""
 
 
-def die_with_parent(how: signal.Signals = signal.SIGTERM) -> None:
+def die_with_parent(how: signal.Signals = signal.SIGTERM, *, parent: int | None = None) -> None:
     """Have the kernel end this process when its parent ends, however it ends. Linux only; elsewhere nothing.
 
     Args:
         how: SIGKILL ends one that is stopped as well. The parent is the thread that started this process.
+        parent: process id of the one that started this; if that has ended before this call, this ends now. None: who
+            has no parent any more finds that out by itself.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, how)
+        if parent not in (None, os.getppid()):
+            os.kill(os.getpid(), how)
 
 
 def dying_with_parent(command: list[str]) -> list[str]:
@@ -216,9 +220,11 @@ def dying_with_parent(command: list[str]) -> list[str]:
     program = (
         "import ctypes, os, signal, sys\n"
         "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
-        "os.execv(sys.argv[1], sys.argv[1:])"
+        # It may have ended while this interpreter started.
+        "if os.getppid() != int(sys.argv[1]): os.kill(os.getpid(), signal.SIGTERM)\n"
+        "os.execv(sys.argv[2], sys.argv[2:])"
     )
-    return [sys.executable, "-I", "-S", "-c", program, *command]
+    return [sys.executable, "-I", "-S", "-c", program, str(os.getpid()), *command]
 
 
 def require_python(version: tuple[int, ...] = sys.version_info[:3]) -> str | None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,16 @@ class Training:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds} s:\n{self.text()}") from None
+
+
+def processes_of(folder: Path) -> list[int]:
+    """The process ids of all whose command line names this folder, or a file in it."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if str(folder).encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
 
 
 def records_of(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from e2e.harness import PACELINE, ROOT, Training
+from e2e.harness import PACELINE, ROOT, Training, processes_of
+from integration.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -71,6 +72,7 @@ def test_a_launcher_that_is_killed_before_the_learner_took_the_settings_leaves_t
     os.kill(second.process.pid, signal.SIGKILL)
     second.process.wait()
     assert (first.folder / "config.yaml").read_bytes() == before
+    wait_until(lambda: not processes_of(second.folder))  # what it was about to start as well
 
 
 def test_a_second_launcher_on_a_live_run_is_refused_and_the_run_goes_on(train: Callable[..., Training]):

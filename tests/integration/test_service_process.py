@@ -30,7 +30,7 @@ def start(tmp_path: Path, *arguments: str, restart_arguments: tuple[str, ...] = 
 @pytest.fixture
 def waiting(tmp_path: Path):
     """A collector that waits for a learner that never comes."""
-    arguments = ("collector", "--with-parent", "run.id=trial", "learner.address=127.0.0.1:9")
+    arguments = ("collector", "--parent", str(os.getpid()), "run.id=trial", "learner.address=127.0.0.1:9")
     process = start(tmp_path, *arguments, max_restarts=1)
     wait_until(lambda: "waiting_for_learner" in process.tail(), seconds=30)
     yield process

@@ -176,6 +176,28 @@ def test_a_command_dies_with_its_parent():
         assert time.monotonic() < until, "the command outlived its parent"
 
 
+def test_a_command_whose_parent_has_ended_before_it_began_does_not_begin():
+    command = process.dying_with_parent(["/bin/sleep", "600"])
+    # As the child of a shell, which is not who asked for it.
+    shell = subprocess.run(["/bin/sh", "-c", '"$@"; exit $?', "sh", *command], timeout=30, check=False)
+    assert shell.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_process_whose_parent_has_ended_before_it_could_ask_for_that_ends_at_once(how, is_there):
+    parent = os.getpid() if is_there else os.getppid()
+    program = f"from paceline.process import die_with_parent as d; d({how}, parent={parent}); print('goes on')"
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert (child.returncode, child.stdout) == ((0, "goes on\n") if is_there else (-how, ""))
+
+
+@pytest.mark.parametrize("role", ["learner", "replay", "collector", "evaluator", "relay"])
+def test_a_service_whose_launcher_has_ended_before_it_began_does_not_begin(role):
+    command = [sys.executable, "-m", "paceline", role, "--parent", str(os.getppid()), "run.id=trial"]
+    assert subprocess.run(command, timeout=60, check=False).returncode == -signal.SIGTERM
+
+
 def _state_of(pid: int) -> str | None:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -13,7 +13,7 @@ import typer
 import typer.core
 
 from paceline import config, process
-from paceline.cli.starting import ConfigPath, Overrides, Resume, ResumeOrStart, WithParent, explained, start
+from paceline.cli.starting import ConfigPath, Overrides, Parent, Resume, ResumeOrStart, explained, start
 from paceline.errors import ConflictError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def serve(
     resume: Resume = False,
     resume_or_start: ResumeOrStart = False,
     shard: Annotated[int, typer.Option(help="Which of replay.shards this is, from 0 on.")] = 0,
-    with_parent: WithParent = False,
+    parent: Parent = None,
 ) -> None:
     """Run the replay service: keep rows in Redis, serve them from memory. The default."""
 
@@ -57,7 +57,7 @@ def serve(
 
         main.run(settings, resume=resume or resume_or_start, stop=stop, shard=shard)
 
-    start("replay", path, overrides, run, with_parent=with_parent)
+    start("replay", path, overrides, run, parent=parent)
 
 
 @app.command()

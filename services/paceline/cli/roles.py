@@ -11,9 +11,9 @@ from paceline import __version__, config, process
 from paceline.cli.starting import (
     ConfigPath,
     Overrides,
+    Parent,
     Resume,
     ResumeOrStart,
-    WithParent,
     explained,
     load,
     start,
@@ -53,7 +53,7 @@ def learner(
     overrides: Overrides = None,
     resume: Resume = False,
     resume_or_start: ResumeOrStart = False,
-    with_parent: WithParent = False,
+    parent: Parent = None,
 ) -> None:
     """Run the learner: train, and serve snapshots of the actor."""
 
@@ -63,7 +63,7 @@ def learner(
 
         main.run(settings, resume=resume or resume_or_start, stop=stop)
 
-    start("learner", path, overrides, run, with_parent=with_parent)
+    start("learner", path, overrides, run, parent=parent)
 
 
 @app.command()
@@ -71,7 +71,7 @@ def collector(
     path: ConfigPath = None,
     overrides: Overrides = None,
     index: Annotated[int | None, typer.Option(help="Stable index; the lowest free one otherwise.")] = None,
-    with_parent: WithParent = False,
+    parent: Parent = None,
 ) -> None:
     """Run a collector: step environments under the newest policy, and append rows."""
 
@@ -81,11 +81,11 @@ def collector(
 
         main.run(settings, index=index, stop=stop)
 
-    start("collector" if index is None else f"collector-{index}", path, overrides, run, with_parent=with_parent)
+    start("collector" if index is None else f"collector-{index}", path, overrides, run, parent=parent)
 
 
 @app.command()
-def evaluator(path: ConfigPath = None, overrides: Overrides = None, with_parent: WithParent = False) -> None:
+def evaluator(path: ConfigPath = None, overrides: Overrides = None, parent: Parent = None) -> None:
     """Run the evaluator: judge each n-th snapshot by deterministic episodes."""
 
     def run(settings: config.Config, stop: process.StopSignal) -> None:
@@ -94,11 +94,11 @@ def evaluator(path: ConfigPath = None, overrides: Overrides = None, with_parent:
 
         main.run(settings, stop=stop)
 
-    start("evaluator", path, overrides, run, with_parent=with_parent)
+    start("evaluator", path, overrides, run, parent=parent)
 
 
 @app.command()
-def relay(path: ConfigPath = None, overrides: Overrides = None, with_parent: WithParent = False) -> None:
+def relay(path: ConfigPath = None, overrides: Overrides = None, parent: Parent = None) -> None:
     """Run a relay: serve the learner's snapshots again, to many collectors or further relays."""
 
     def run(settings: config.Config, stop: process.StopSignal) -> None:
@@ -107,7 +107,7 @@ def relay(path: ConfigPath = None, overrides: Overrides = None, with_parent: Wit
 
         main.run(settings, stop=stop)
 
-    start("relay", path, overrides, run, with_parent=with_parent)
+    start("relay", path, overrides, run, parent=parent)
 
 
 @app.command(name="config")

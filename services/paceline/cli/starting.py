@@ -34,7 +34,9 @@ ResumeOrStart = Annotated[
     bool,
     typer.Option("--resume-or-start", help="Go on with the run where it exists, else begin it: for containers."),
 ]
-WithParent = Annotated[bool, typer.Option("--with-parent", hidden=True, help="Stop when the launcher is gone.")]
+Parent = Annotated[
+    int | None, typer.Option("--parent", hidden=True, help="The launcher's process: stop when it is gone.")
+]
 
 
 def load(path: Path | None, overrides: list[str] | None) -> config.Config:
@@ -62,13 +64,13 @@ def start(
     *,
     logs: bool = True,
     name_run: bool = False,
-    with_parent: bool = False,
+    parent: int | None = None,
 ) -> None:
     """Begin as every process does, then run the role."""
     with explained():
+        if parent is not None:
+            process.die_with_parent(parent=parent)  # first: nothing has begun, so SIGTERM may end it as it is
         stop = process.StopSignal.install()
-        if with_parent:
-            process.die_with_parent()
         settings = load(path, overrides)
         if name_run and settings.run.id is None:
             settings = config.with_run_id(settings, f"{path.stem if path else 'run'}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -90,7 +92,7 @@ def start(
                 ) from error
             raise
         # A launcher that did not ask it to stop starts it again.
-        _exit_at_once(process.EXIT_STOPPED if with_parent and stop.is_set() else 0)
+        _exit_at_once(process.EXIT_STOPPED if parent is not None and stop.is_set() else 0)
 
 
 def _keeps_from_folder(error: OSError, folder: Path) -> bool:

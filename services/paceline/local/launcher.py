@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -268,7 +269,7 @@ class _Services:
             restart_arguments.append(f"replay.redis_start_seconds={self._config.replay.redis_start_seconds}")
         process = ServiceProcess(
             name,
-            [*arguments, str(self._folder.settings_path), *overrides, "--with-parent", *resume],
+            [*arguments, str(self._folder.settings_path), *overrides, "--parent", str(os.getpid()), *resume],
             restart_arguments=restart_arguments,
             environment=self._environment,
             log_path=self._folder.path / "logs" / f"{name}.log",
