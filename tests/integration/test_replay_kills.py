@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 KILLS = 50
 """For each of the two kinds of server: 100 in all."""
-WRITERS = 3
+WRITERS = 5
 BLOCK_ROWS = 10
 IN_FLIGHT = 4
 PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
