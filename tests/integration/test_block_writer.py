@@ -238,6 +238,26 @@ def test_a_message_that_has_no_room_for_another_block_waits_for_no_acknowledgeme
     assert sent == [[1], [2], [3], [4]]
 
 
+@pytest.mark.parametrize(
+    ("shares", "messages"),
+    [((0.6, 0.6), [[1], [2], [3], [4]]), ((0.3, 0.8), [[1], [2], [3], [4]]), ((0.3, 0.3), [[1], [2], [3, 4]])],
+    ids=["too large for two", "too large for the next", "small"],
+)
+def test_a_block_waits_for_no_other_that_would_not_fit_beside_it(start, sent, shares, messages):
+    replay, _, port = start.replay()
+    replay.open.clear()
+    writing = start.writing(port)
+    for number in range(2):
+        writing.submit(number)
+        wait_until(lambda number=number: len(sent) == number + 1)
+    for share in shares:
+        writing.submit(*range(int(share * MESSAGE_BYTES / PENDULUM.row_bytes)))
+    wait_until(lambda: len(sent) == len(messages) or len(messages) < WINDOW)
+    replay.open.set()
+    assert writing.writer.close([], 20) == 0
+    assert sent == messages
+
+
 def test_blocks_wait_for_two_messages_no_longer_than_until_one_is_acknowledged(start, sent):
     replay, _, port = start.replay()
     passing = threading.Semaphore(0)

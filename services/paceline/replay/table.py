@@ -1,8 +1,8 @@
 """One table: what it takes, what it knows already, and when the limiter lets it pass.
 
 An append goes to Redis first, then to memory, then it is acknowledged, one step at a time. What other appends bring
-meanwhile waits in line, and the next step stores it together: that costs half as much a block as a step for each.
-Sampling touches memory alone, so it goes on while Redis is away.
+meanwhile waits in line, and the next step stores it together. Sampling touches memory alone, so it goes on while Redis
+is away.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from paceline.errors import (
     InvalidInputError,
     PacelineError,
     ReplacedError,
+    StoreReadOnlyError,
     UnavailableError,
 )
 from paceline.replay.draws import Draws
@@ -42,13 +43,14 @@ from paceline.telemetry import ActivityClock, get_logger
 from paceline.v1 import rows_pb2
 
 LOCK_SECONDS = 30.0
-"""An append waits so long for those before it, or for the table to be whole; then the caller is told to come again."""
+"""An append waits so long for its turn, or for the step that takes it along, and for the table to be whole; then the
+caller is told to come again."""
 LOOK_SECONDS = 0.2
 """How often a wait for the whole table looks whether its caller is still there."""
 TOGETHER_BLOCKS = 64
 TOGETHER_BYTES = MESSAGE_BYTES
 """What one step in Redis takes of blocks that wait at once, whoever sent them: with more of them, what a step costs no
-longer counts."""
+longer counts. What does not fit ends it, though smaller ones may wait behind."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,13 @@ class _InLine:
         self.blocks = blocks
         self.reserved = sum(block.row_count for block in blocks)
         """Rows that the limiter has set aside, to be settled by whoever takes the blocks out of the line."""
-        self.done: list[Appended] | None = None
-        """What became of the first ones, once a step has taken them; of those after these nothing did."""
+        self.called = threading.Event()
+        """Its turn has come, or a step has taken it along, and what follows says how that went."""
+        self.is_taken = False
+        self.done: list[Appended] = []
+        """What became of the first blocks; of those after these nothing did."""
+        self.failure: PacelineError | None = None
+        """Why the step failed, where that holds for all that it had."""
 
 
 class Table:
@@ -163,6 +170,8 @@ class Table:
             if done:
                 yield done
                 del blocks[: len(done)]
+            elif (why := ended()) is not None:
+                raise why
         if failure is not None:
             raise failure
 
@@ -303,8 +312,8 @@ class Table:
     def _append_some(self, blocks: Sequence[CheckedBlock], ended: Ended, clock: ActivityClock) -> list[Appended]:
         """Store the first block, and those after it that need not wait; what became of them.
 
-        One that fails after the first is left for the next call, which finds out why; so is all of it (nothing became
-        of any) where another append took it along in a step that did not get so far.
+        One that fails after the first is left for the next call, which finds out why; so are all of them where the
+        append whose turn it was took them along in a step that did not get so far: then the answer is empty.
         """
         self._wait_until_whole(ended)
         known = self._answer_known(blocks)
@@ -315,57 +324,73 @@ class Table:
             self.limiter.reserve_insert(blocks[0].row_count, ended)
         own = _InLine([blocks[0], *takewhile(self._passes_at_once, blocks[1:])])
         clock.switch("store")
-        with self._line_changing:
-            self._line.append(own)
+        until = time.monotonic() + LOCK_SECONDS
+        self._join_line(own)
         try:
-            with self._one_at_a_time():
-                is_taken = own.done is not None  # an append before this one has stored it with its own
-                if not is_taken:
+            if not own.called.wait(LOCK_SECONDS):
+                raise self._waited_too_long()
+            if not own.is_taken:
+                with self._one_at_a_time(until):
                     self._store_line(own, clock)
+                if self._tiers.complete:
+                    self.limiter.complete()
+                self.wake()
         finally:
             if self._leave_line(own):
                 self.limiter.settle_insert(own.reserved, 0)
-        if not is_taken:
-            if self._tiers.complete:
-                self.limiter.complete()
-            self.wake()
-        return own.done or []
+        if own.failure is not None:
+            raise type(own.failure)(str(own.failure)) from own.failure
+        return own.done
 
     def _store_line(self, own: _InLine, clock: ActivityClock) -> None:
-        """Store `own`, and as much of what others have in line as goes along; raises for its first block alone."""
-        line, done = self._take_line(own), []
+        """Store `own`, whose turn it is, and what shares a step with it."""
+        # The same blocks may have come by another stream meanwhile.
+        own.done = self._answer_known(own.blocks)
+        if own.done:
+            return
+        line, done, failure = self._take_line(), [], None
         try:
-            # The same blocks may have come by another stream meanwhile.
-            done = self._answer_known(own.blocks) or self._store(
-                [block for each in line for block in each.blocks], clock
-            )
+            done = self._store([block for each in line for block in each.blocks], clock)
+        except (UnavailableError, StoreReadOnlyError) as error:
+            failure = error
         finally:
+            # Any other error is about the first block alone; those that came along go again by themselves.
             stored = sum(each.stored_row_count for each in done if not each.duplicate)
             self.limiter.settle_insert(sum(each.reserved for each in line), stored)
             rest = iter(done)
             for each in line:
-                each.done = list(islice(rest, len(each.blocks)))
+                each.done, each.failure = list(islice(rest, len(each.blocks))), failure
+                each.is_taken = True
+                each.called.set()
 
-    def _take_line(self, own: _InLine) -> list[_InLine]:
-        """Out of the line: `own`, and those of the others, the first ones first, that share a step with it."""
-        taken, count, size = [own], len(own.blocks), sum(len(block.payload) for block in own.blocks)
+    def _join_line(self, own: _InLine) -> None:
         with self._line_changing:
-            self._line.remove(own)
+            self._line.append(own)
+            self._line[0].called.set()
+
+    def _take_line(self) -> list[_InLine]:
+        """Out of the line: its first one, and those after it that share a step with that."""
+        taken: list[_InLine] = []
+        count = size = 0
+        with self._line_changing:
             while self._line:
                 blocks = self._line[0].blocks
                 count += len(blocks)
                 size += sum(len(block.payload) for block in blocks)
-                if count > TOGETHER_BLOCKS or size > TOGETHER_BYTES:
+                if taken and (self._tiers.is_full or count > TOGETHER_BLOCKS or size > TOGETHER_BYTES):
+                    self._line[0].called.set()
                     break
                 taken.append(self._line.popleft())
         return taken
 
     def _leave_line(self, own: _InLine) -> bool:
-        """Give up waiting; False: nobody waits, the blocks were taken."""
+        """Wait no longer; False: a step has taken the blocks."""
         with self._line_changing:
             if own not in self._line:
                 return False
             self._line.remove(own)
+            if self._line:
+                self._line[0].called.set()
             return True
 
     def _passes_at_once(self, block: CheckedBlock) -> bool:
@@ -440,6 +465,8 @@ class Table:
             self._tiers.bring_together(sampled=self.limiter.sampled)
         finally:
             self.limiter.restore(inserted=self.inserted)
+            if self.complete:
+                self.limiter.complete()
         get_logger().info("record_epoch_begun", table=self.name, epoch=self._tiers.epoch, reason=str(why))
 
     def _room(self) -> int | None:
@@ -465,12 +492,18 @@ class Table:
                     "memory: it takes blocks when it is whole; retry"
                 )
 
+    def _waited_too_long(self) -> UnavailableError:
+        return UnavailableError(
+            f"table {self.name!r}: the appends before this one, or the step that it shares with others, have waited "
+            f"{LOCK_SECONDS:g} s for Redis; retry"
+        )
+
     @contextmanager
-    def _one_at_a_time(self) -> Iterator[None]:
-        if not self._appending.acquire(timeout=LOCK_SECONDS):
-            raise UnavailableError(
-                f"table {self.name!r}: the appends before this one have waited {LOCK_SECONDS:g} s for Redis; retry"
-            )
+    def _one_at_a_time(self, until: float | None = None) -> Iterator[None]:
+        """The time within is one step's; until a time of the monotonic clock it is waited for."""
+        seconds = LOCK_SECONDS if until is None else max(0.0, until - time.monotonic())
+        if not self._appending.acquire(timeout=seconds):
+            raise self._waited_too_long()
         try:
             yield
         finally:

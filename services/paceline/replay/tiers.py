@@ -6,6 +6,7 @@ its last second), `bring_together` mends it. One caller at a time writes; memory
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ from paceline.v1 import rows_pb2
 MAX_RUNS = 1024
 """Of rows that left with a follower that had got them: one that consumes nothing and asks for more could make any
 number. Those beyond are forgotten, the oldest first."""
+FULL_SECONDS = 10.0
+"""For so long after Redis had no room for a step it is taken to be about full."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class Tiers:
         self._left_delivered: deque[tuple[int, int]] = deque(maxlen=MAX_RUNS)
         """First and end keys of a queue's rows that left, and that a follower has got and nobody has consumed."""
         self._said_too_large = False
+        self._full_at = -math.inf  # monotonic
         metrics.capacity_rows.set(settings.capacity_rows)
         metrics.memory_bytes.set(self.memory.memory_bytes)
         self._show()
@@ -105,6 +109,11 @@ class Tiers:
     def complete(self) -> bool:
         """Whether every row that the run asked for is here."""
         return self._row_limit is not None and self.inserted >= self._row_limit
+
+    @property
+    def is_full(self) -> bool:
+        """Whether Redis had no room just now: it counts what is sent to it as well, so less at once may still fit."""
+        return time.monotonic() - self._full_at < FULL_SECONDS
 
     @property
     def block_count(self) -> int:
@@ -192,6 +201,7 @@ class Tiers:
         try:
             return self._log.append(writes)
         except StoreFullError:
+            self._full_at = time.monotonic()
             if len(writes) == 1:
                 raise
             # All together they need more room at once than the first alone, for which others may leave.

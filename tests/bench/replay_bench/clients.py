@@ -72,17 +72,16 @@ class ProductWriter:
         return moved
 
     def fill(self, row_count: int) -> None:
-        """Append so many rows, and a block more."""
+        """Append so many rows, and a block or two more."""
         writer = self._writer("plain", shares=True)
         for _ in range(row_count // BLOCK_ROWS + 1):
             self._submit(writer)
         self._wait_for(writer)
 
     def close(self) -> None:
-        """End its streams."""
+        """End its streams, for good."""
         for writer in self._writers.values():
             writer.close([], START_SECONDS)
-        self._writers.clear()
 
     def inserted_rows(self) -> int:
         """Rows that the table ever got."""

@@ -53,7 +53,8 @@ class ServiceSuite:
         if self._workload.name not in LARGE:
             return figures
         self._writers[TABLE].call("fill", self._workload.ring_rows)  # in plain form, whichever form the last turn wrote
-        self._writers[TABLE].call("close")
+        for writer in self._writers.values():
+            writer.call("close")
         self._product.stop()
         return figures | measure_recovery(self._workload, self._redis.url, extent)
 
