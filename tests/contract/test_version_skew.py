@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 import endpoints
 from integration.replay_harness import RUN, SPEC, TABLE, ReplayThread, block, make_config, request, together, wait_until
 from integration.replay_harness import Client as ReplayClient
-from paceline.collector.metrics import CollectorMetrics
+from paceline.collector.append_metrics import AppendMetrics
 from paceline.collector.writer import BlockWriter
 from paceline.errors import ProtocolMismatchError
 from paceline.identity import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
@@ -300,7 +300,7 @@ def test_a_collector_sends_blocks_together_only_to_a_service_that_takes_them(
         block_rows=10,
         rpc=thread.config.rpc,
         limiter_seconds=10,
-        metrics=CollectorMetrics(CollectorRegistry()),
+        metrics=AppendMetrics(CollectorRegistry()),
     )
     for number in range(4):
         writer.submit(block(10 * number, 10), lambda: False)

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from integration.peers import PENDULUM, RUN_ID, TABLE, Replay, serve
 from integration.waiting import wait_until
-from paceline.collector.metrics import APPEND_FAILURES, CollectorMetrics
+from paceline.collector.append_metrics import APPEND_FAILURES, AppendMetrics
 from paceline.collector.writer import BlockWriter
 from paceline.config import RpcConfig
 from paceline.errors import (
@@ -62,7 +62,7 @@ class Writing:
             block_rows=BLOCK_ROWS,
             rpc=settings,
             limiter_seconds=limiter_seconds,
-            metrics=CollectorMetrics(self.registry),
+            metrics=AppendMetrics(self.registry),
             compact_form=CompactForm(PENDULUM) if compact_stride else None,
             compact_stride=compact_stride,
         )

@@ -24,7 +24,7 @@ from integration.replay_harness import (
     values_in_redis,
     wait_until,
 )
-from paceline.collector.metrics import CollectorMetrics
+from paceline.collector.append_metrics import AppendMetrics
 from paceline.collector.writer import BlockWriter
 from paceline.errors import ConfigError, UnavailableError
 from paceline.local.embedded import EmbeddedRedis
@@ -87,7 +87,7 @@ def write(serve) -> Iterator[Callable[[str], tuple[ReplayThread, Client, BlockWr
             block_rows=10,
             rpc=config.rpc,
             limiter_seconds=SECONDS,
-            metrics=CollectorMetrics(CollectorRegistry()),
+            metrics=AppendMetrics(CollectorRegistry()),
         )
         writers.append(writer)
         writer.start()

@@ -26,7 +26,7 @@ from integration.replay_harness import (
     values_in_redis,
     wait_until,
 )
-from paceline.collector.metrics import CollectorMetrics
+from paceline.collector.append_metrics import AppendMetrics
 from paceline.collector.outbox import SHARED_FROM_BYTES
 from paceline.collector.writer import BlockWriter
 from paceline.errors import InvalidInputError
@@ -71,7 +71,7 @@ class Writing:
             block_rows=LARGE_ROWS,
             rpc=settings,
             limiter_seconds=SECONDS,
-            metrics=CollectorMetrics(CollectorRegistry()),
+            metrics=AppendMetrics(CollectorRegistry()),
         )
         self.writer.start()
         self.submitted = 0

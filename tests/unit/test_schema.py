@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
 
 from paceline.collector import metrics as collector
+from paceline.collector.append_metrics import APPEND_FAILURES
 from paceline.evaluator import metrics as evaluator
 from paceline.identity import PolicyIdentity
 from paceline.lag.clock import ClockOffset
@@ -143,7 +144,7 @@ def test_every_process_serves_what_the_schema_says_of_every_process() -> None:
         ("paceline_relay_polls_total", "result", serving.POLL_RESULTS),
         ("paceline_relay_upstream_polls_total", "result", relay.UPSTREAM_RESULTS),
         ("paceline_replay_refused_blocks_total", "reason", replay.REFUSALS),
-        ("paceline_collector_append_failures_total", "reason", collector.APPEND_FAILURES),
+        ("paceline_collector_append_failures_total", "reason", APPEND_FAILURES),
         ("paceline_replay_limiter_wait_seconds_total", "side", replay.SIDES),
     ],
 )

@@ -185,7 +185,7 @@ def _open_loop(
         block_rows=assignment.block_rows,
         rpc=config.rpc,
         limiter_seconds=assignment.table.limiter.deadline_seconds,
-        metrics=metrics,
+        metrics=metrics.appends,
         compact_form=assignment.compact_form,
         compact_stride=assignment.row_stride,
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
+from prometheus_client import CollectorRegistry, Counter, Gauge, Summary
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from paceline.collector.append_metrics import AppendMetrics
 from paceline.replica import LearnerClock, ReplicaMetrics
 from paceline.telemetry import LAG_BUCKETS, SECONDS_BUCKETS, BulkHistogram
 
@@ -28,9 +29,6 @@ ACTIVITIES = (
 """waiting: for the first snapshot; append_wait: for replay to acknowledge a block, which is the back-pressure;
 lag_pause: for a snapshot within lag.max_lag_versions."""
 
-APPEND_FAILURES = ("limiter", "full", "read_only", "away")
-"""Why a stream of appends is cut. full, read_only: Redis has no room, or refuses writes; the rows wait here."""
-
 
 class CollectorMetrics:
     """Metrics of one collector process, in a registry of its own."""
@@ -39,6 +37,7 @@ class CollectorMetrics:
         """`learner_clock`: what is known of it is served too."""
         self.replica = ReplicaMetrics(registry, "collector")
         registry.register(_ClockGauges(learner_clock or LearnerClock()))
+        self.appends = AppendMetrics(registry)
         self.environment_steps = Counter(
             "paceline_collector_environment_steps_total",
             "Environment steps taken; steps that only reset do not count. Bad: a rate of 0 while the run goes on.",
@@ -94,45 +93,6 @@ class CollectorMetrics:
             "Unsealed rows and open windows of episodes that an environment fault ended. Bad: growing.",
             registry=registry,
         )
-        self.rows_appended = Counter(
-            "paceline_collector_rows_appended_total",
-            "Rows that replay acknowledged. Bad: a rate below that of environment steps.",
-            registry=registry,
-        )
-        self.bytes_appended = Counter(
-            "paceline_collector_bytes_appended_total",
-            "Bytes of blocks that replay acknowledged, in the form sent. Bad: near what the network carries.",
-            registry=registry,
-        )
-        self.blocks_appended = Counter(
-            "paceline_collector_blocks_appended_total",
-            "Blocks that replay acknowledged. Bad: a rate of 0 while environment steps go on.",
-            registry=registry,
-        )
-        self.duplicates = Counter(
-            "paceline_collector_duplicate_blocks_total",
-            "Blocks that replay had already, sent again after a lost answer. Bad: a steady rate.",
-            registry=registry,
-        )
-        self.blocks_in_flight = Gauge(
-            "paceline_collector_blocks_in_flight",
-            "Blocks sealed and not acknowledged. Bad: always at collector.max_blocks_in_flight, replay is slow.",
-            registry=registry,
-        )
-        self.append_seconds = Histogram(
-            "paceline_collector_append_seconds",
-            "Seconds from a block's sealing to its acknowledgement. Bad: a p99 near the limiter's deadline.",
-            buckets=SECONDS_BUCKETS,
-            registry=registry,
-        )
-        self.append_failures = Counter(
-            "paceline_collector_append_failures_total",
-            "Times that the stream of appends was cut and opened again, by reason. Bad: a steady rate.",
-            ["reason"],
-            registry=registry,
-        )
-        for reason in APPEND_FAILURES:
-            self.append_failures.labels(reason)  # served as 0: the first one is no growth otherwise
         self.report_failures = Counter(
             "paceline_collector_report_failures_total",
             "Reports of episodes that the learner did not take at once. Bad: growing, the learner is away.",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from paceline.collector.metrics import CollectorMetrics
+from paceline.collector.append_metrics import AppendMetrics
 from paceline.collector.outbox import Outbox
 from paceline.config import RpcConfig
 from paceline.errors import (
@@ -87,7 +87,7 @@ class BlockWriter:
         block_rows: int,
         rpc: RpcConfig,
         limiter_seconds: float,
-        metrics: CollectorMetrics,
+        metrics: AppendMetrics,
         compact_form: CompactForm | None = None,
         compact_stride: int = 1,
     ) -> None:

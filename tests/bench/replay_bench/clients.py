@@ -15,9 +15,9 @@ import grpc
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from paceline.collector.metrics import CollectorMetrics
+from paceline.collector.append_metrics import AppendMetrics
 from paceline.collector.writer import BlockWriter
-from paceline.config import RpcConfig
+from paceline.config import CollectorConfig, RpcConfig
 from paceline.rows import CompactForm, RowSpec
 from paceline.rpc.bulk import SAMPLE_RESPONSE, Buffer, Bulk
 from paceline.rpc.client import open_channel
@@ -30,7 +30,8 @@ from replay_bench.rounds import Moved
 from replay_bench.runs import MESSAGE_BYTES, PRIORITISED, RUN, TABLE
 from replay_bench.workloads import BLOCK_ROWS, ENVIRONMENTS, Columns, Workload
 
-IN_FLIGHT_BLOCKS = 4
+IN_FLIGHT_BLOCKS = CollectorConfig().max_blocks_in_flight
+"""Of every writer, the prototype's too."""
 IN_FLIGHT_BYTES = 8 * MESSAGE_BYTES
 """Of batches ordered ahead: at least four, and of small ones as many as fill so many bytes, four answers."""
 START_SECONDS = 60.0
@@ -62,7 +63,7 @@ class ProductWriter:
         """
         writer, pause, submitted = self._writer(form, shares), threading.Event(), 0
         began = time.perf_counter()
-        while (passed := time.perf_counter() - began) < seconds:
+        while (passed := time.perf_counter() - began) < seconds or submitted == writer.in_flight:
             if rows_per_second is not None:
                 pause.wait(max(0.0, submitted * BLOCK_ROWS / rows_per_second - passed))
             self._submit(writer)
@@ -112,7 +113,7 @@ class ProductWriter:
                 block_rows=BLOCK_ROWS,
                 rpc=rpc,
                 limiter_seconds=START_SECONDS,
-                metrics=CollectorMetrics(CollectorRegistry()),
+                metrics=AppendMetrics(CollectorRegistry()),
                 compact_form=CompactForm(self._spec) if form == "compact" else None,
                 compact_stride=ENVIRONMENTS,
             )
