@@ -426,8 +426,8 @@ class CollectorConfig(Model):
     it back; `auto` does so where rows are large enough to gain by it."""
     max_blocks_in_flight: PositiveInt = 8
     """Blocks sealed but not acknowledged; collecting waits when there are so many. No more go out in the time of a
-    round trip: raise it where replay is far away. Small ones share messages while they wait. Lower it where the limiter
-    holds rows back and they are to come fresh: so many wait under the policy that collected them."""
+    round trip: raise it where replay is far away. Small ones that wait share messages. Lower it where the limiter holds
+    rows back and their age matters: so many blocks wait then."""
     warmup_steps: NonNegativeInt = 100
     """Random environment steps at the start of the run, all collectors together."""
     poll_seconds: Annotated[float, Field(gt=0, le=60)] = 10.0

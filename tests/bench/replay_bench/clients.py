@@ -55,7 +55,7 @@ class ProductWriter:
     def insert(
         self, seconds: float, form: str = "plain", rows_per_second: float | None = None, shares: bool = False
     ) -> Moved:
-        """Rows acknowledged.
+        """Rows acknowledged; however short the turn, there are some.
 
         Args:
             rows_per_second: holds it back.
