@@ -201,14 +201,18 @@ class Client:
 class Following:
     """An open Follow stream, for the time of a `with`."""
 
-    def __init__(self, client: Client, table: str = TABLE, **first: float) -> None:
+    def __init__(self, client: Client, table: str = TABLE, **first: Any) -> None:
         self._run_id, self._table = client.run_id, table
         self._requests: queue.SimpleQueue[pb.FollowRequest | None] = queue.SimpleQueue()
         self.report(**first)
         self.stream = client.stub.Follow(iter(self._requests.get, None), timeout=2 * SECONDS)
 
-    def report(self, **progress: float) -> None:
+    def report(self, **progress: Any) -> None:
         self._requests.put(pb.FollowRequest(run_id=self._run_id, table=self._table, **progress))
+
+    def end(self) -> None:
+        """Ask for no more."""
+        self._requests.put(None)
 
     def next(self) -> pb.FollowResponse:
         with raising("replay"):
@@ -227,7 +231,7 @@ class Following:
 
     def __exit__(self, *_: object) -> None:
         self.stream.cancel()
-        self._requests.put(None)
+        self.end()
 
 
 class ReplayThread:

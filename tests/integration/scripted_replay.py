@@ -19,7 +19,7 @@ from paceline.rpc.status import code_of, metadata_of
 from paceline.rpc.wire import row_spec_from_wire, row_spec_to_wire, timestamp
 from paceline.tables.memory import MemorySettings, TableMemory
 from paceline.v1 import replay_pb2 as pb
-from paceline.v1 import replay_pb2_grpc, times_pb2
+from paceline.v1 import replay_pb2_grpc, rows_pb2, times_pb2
 
 RUN, TABLE, SECONDS = "trial", "transitions", 20.0
 SPEC = RowSpec((Column("value", "float64"), Column("observation", "float32", (3,)), Column("policy_version", "int64")))
@@ -52,6 +52,9 @@ class ScriptedReplay(replay_pb2_grpc.ReplayServiceServicer):
         self.memory = TableMemory(settings, SPEC.row_bytes)
         self.sampled = self.consumed = self.generation = 0
         self.complete = False
+        self.lies_in: rows_pb2.MemoryRange | None = None
+        """Where Follow says that rows are, whatever it sends."""
+        self.reads_memory = False
         self.has_table = True
         """Whether DescribeTables names it: a replay that came back empty does not until somebody opens it."""
         self.cut_after: int | None = None
@@ -177,6 +180,8 @@ class ScriptedReplay(replay_pb2_grpc.ReplayServiceServicer):
                 answer = self._news(first_row, len(rows))
                 answer.stored_at.extend(stored_at[: len(rows)])
                 answer.rows = rows.tobytes()
+                if self.lies_in is not None:
+                    answer.rows_in_memory.CopyFrom(self.lies_in)
             yield answer
 
     def Sample(self, requests: Any, context: grpc.ServicerContext) -> Iterator[Any]:
@@ -238,6 +243,7 @@ class ScriptedReplay(replay_pb2_grpc.ReplayServiceServicer):
             sampled_row_count=self.sampled,
             complete=self.complete,
             row_spec_digest=SPEC.digest,
+            reads_memory=self.reads_memory,
         )
 
     def _admit(self, request: Any, context: grpc.ServicerContext) -> None:

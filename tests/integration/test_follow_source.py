@@ -12,13 +12,14 @@ from prometheus_client import CollectorRegistry
 
 from integration.scripted_replay import RPC, RUN, SECONDS, SPEC, TABLE, ScriptedReplay
 from integration.waiting import wait_until
-from paceline.errors import DeadlineError, RunMismatchError
+from paceline.errors import BlockError, DeadlineError, RunMismatchError
 from paceline.learner.metrics import LearnerMetrics
 from paceline.learner.sources import Batch, FollowSource, followed, follower
 from paceline.rows import numpy_columns
 from paceline.rpc.client import open_channel
 from paceline.tables.limiter import LimiterSettings
 from paceline.tables.memory import MemorySettings
+from paceline.v1 import rows_pb2
 
 FREE = LimiterSettings(1, None, None, SECONDS)
 
@@ -339,6 +340,24 @@ def test_rows_that_were_damaged_at_the_end_of_the_record_are_not_waited_for(repl
     source.next_batch(SECONDS)
     with pytest.raises(DeadlineError, match="590 sampled"):
         source.next_batch(0.05)
+
+
+@pytest.mark.parametrize(
+    ("position", "row_count", "text"),
+    [
+        (None, 10, "within the 0 that both sides see"),
+        (followed.MEMORY_BYTES - SPEC.row_bytes, 10, "within the 8388[0-9]* that both sides see"),
+        (-8, 10, "within the 8388[0-9]* that both sides see"),
+        (0, 9, "replay sent 10 rows in 288 bytes with 10 times"),
+    ],
+)
+def test_rows_that_are_not_where_replay_says_end_it_with_the_reason(replay, follow, position, row_count, text):
+    service = replay()
+    service.reads_memory = position is not None
+    service.lies_in = rows_pb2.MemoryRange(position=position, byte_count=row_count * SPEC.row_bytes)
+    service.append(10)
+    with pytest.raises(BlockError, match=text):
+        follow(service).next_batch(SECONDS)
 
 
 def test_another_run_ends_it_with_its_reason(replay, follow):

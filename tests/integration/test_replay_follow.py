@@ -248,6 +248,7 @@ def test_a_follower_that_asks_no_more_is_served_as_far_as_it_asked(opened):
         ([{"from_row": 2**53}], InvalidInputError, "from_row 9007199254740992: expected"),
         ([{"wanted_before": -1}], InvalidInputError, "wanted_before -1"),
         ([{}, {"waived_before": 2**53}], InvalidInputError, "waived_before 9007199254740992: expected"),
+        ([{}, {"released_before": -1}], InvalidInputError, "released_before -1: expected 0 to"),
         ([{"from_row": 3, "received_end_row": 4}], InvalidInputError, "received_end_row 4: expected from_row, which"),
         ([{"sampled_row_count": 2**62}], InvalidInputError, "sampled_row_count 4611686018427387904"),
         ([{"consumed_row": 0}], InvalidInputError, "which is no queue"),

@@ -18,12 +18,14 @@ from integration.replay_harness import (
     SECONDS,
     SPEC,
     TABLE,
+    Following,
     ReplayProcess,
     block,
     make_config,
     read_metrics,
     request,
     values_in_redis,
+    values_of,
     wait_until,
 )
 from paceline.collector.append_metrics import AppendMetrics
@@ -31,13 +33,15 @@ from paceline.collector.outbox import SHARED_FROM_BYTES
 from paceline.collector.writer import BlockWriter
 from paceline.errors import InvalidInputError
 from paceline.learner.metrics import LearnerMetrics
-from paceline.learner.sources import SampleSource
+from paceline.learner.sources import FollowSource, QueueSource, SampleSource, followed
 from paceline.local.embedded import EmbeddedRedis
 from paceline.process import StopSignal
 from paceline.rows import numpy_columns
 from paceline.rpc.client import open_channel
 from paceline.rpc.shared_memory import OfferedMemory, part_of
 from paceline.rpc.status import raising
+from paceline.tables.limiter import LimiterSettings
+from paceline.tables.memory import MemorySettings
 from paceline.v1 import replay_pb2 as pb
 from paceline.v1 import rows_pb2
 
@@ -46,6 +50,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 
 LARGE_ROWS = SHARED_FROM_BYTES // SPEC.row_bytes + 1
 WINDOW = 4
 NEVER = StopSignal()
+TABLES = {"ring": {}, "queue": {"queue": True}}
 
 
 @pytest.fixture
@@ -127,6 +132,36 @@ def source():
     yield start
     for each in opened:
         each.close()
+
+
+@pytest.fixture
+def following():
+    """Opens sources that follow a ring or a queue, and closes them."""
+    opened = []
+
+    def start(config, batch_size, **rpc):
+        settings = config.rpc.model_copy(update={"backoff_initial_seconds": 0.01, "backoff_max_seconds": 0.1} | rpc)
+        channel = open_channel(config.replay.address, settings)
+        which = {
+            "run_id": RUN,
+            "table": TABLE,
+            "spec": SPEC,
+            "batch_size": batch_size,
+            "rpc": settings,
+            "metrics": LearnerMetrics(CollectorRegistry()),
+        }
+        if config.replay.tables[TABLE].queue:
+            source = QueueSource(channel, prefetch=2, **which)
+        else:
+            memory, limiter = MemorySettings(100_000), LimiterSettings(1, None, None, SECONDS)
+            source = FollowSource(channel, memory=memory, limiter=limiter, seed=1, **which)
+        opened.append((source, channel))
+        return source
+
+    yield start
+    for source, channel in opened:
+        source.close()
+        channel.close()
 
 
 @pytest.fixture
@@ -346,3 +381,190 @@ def test_a_stream_that_ends_leaves_no_memory_with_replay(redis_server, serve, of
             wait_until(lambda: mappings() == before + number + 1, "only the client has the memory")  # noqa: B023
     finally:
         gc.enable()
+
+
+def in_memory(memory, answer):
+    """The values of rows that an answer says are there."""
+    assert not answer.rows
+    return part_of(memory.bytes, answer.rows_in_memory).view(SPEC.dtype)["value"].tolist()
+
+
+def test_rows_wait_until_a_follower_releases_others_and_then_take_their_place(redis_server, serve, offered):
+    _, client = serve(make_config(redis_server.url))
+    client.open()
+    client.append_rows(2)
+    memory = offered(8 * SPEC.row_bytes + 5)  # whole rows only
+    with Following(client, memory=memory.offer) as stream:
+        stream.next()
+        first = stream.next()
+        assert (first.rows_in_memory.position, in_memory(memory, first)) == (0, list(range(8)))
+        for released in (0, 3):
+            stream.report(released_before=released, sampled_row_count=1 + released)
+            wait_until(lambda: client.describe().sampled_row_count == 1 + released, "replay has read it")  # noqa: B023
+            if released == 0:
+                memory.bytes[:] = 0xFF  # whatever replay wrote again would be seen
+        second = stream.next()
+        assert (second.rows_in_memory.position, in_memory(memory, second)) == (0, [8, 9, 10])
+        rest = part_of(memory.bytes, rows_pb2.MemoryRange(position=3 * SPEC.row_bytes, byte_count=5 * SPEC.row_bytes))
+        assert set(rest.tolist()) == {0xFF}
+        stream.report(released_before=10)
+        third, fourth = stream.next(), stream.next()  # up to the end of the memory, and from its start
+        assert (in_memory(memory, third), third.rows_in_memory.position) == (list(range(11, 16)), 3 * SPEC.row_bytes)
+        assert (in_memory(memory, fourth), fourth.rows_in_memory.position) == ([16, 17], 0)
+
+
+def test_a_follower_that_asks_no_more_gets_the_rows_without_room_in_messages(redis_server, serve, offered):
+    _, client = serve(make_config(redis_server.url))
+    client.open()
+    client.append_rows(3)
+    memory = offered(8 * SPEC.row_bytes)
+    first = pb.FollowRequest(run_id=RUN, table=TABLE, wanted_before=30, memory=memory.offer)
+    answers = list(client.stub.Follow(iter([first]), timeout=SECONDS))
+    lying = [answer for answer in answers if answer.HasField("rows_in_memory")]
+    assert [value for answer in lying for value in in_memory(memory, answer)] == list(range(8))
+    assert [value for answer in answers for value in values_of(answer)] == list(range(8, 30))
+
+
+def test_memory_without_room_for_a_row_is_refused(redis_server, serve, offered):
+    _, client = serve(make_config(redis_server.url))
+    client.open()
+    asked = pb.FollowRequest(run_id=RUN, table=TABLE, memory=offered(SPEC.row_bytes - 1).offer)
+    with pytest.raises(InvalidInputError, match="expected room for a row or more, of"), raising("replay"):
+        list(client.stub.Follow(iter([asked]), timeout=SECONDS))
+
+
+@pytest.mark.parametrize("off", [None, "replay", "client"])
+@pytest.mark.parametrize("kind", TABLES)
+def test_what_follows_is_the_same_with_memory_and_without(redis_server, serve, following, monkeypatch, off, kind):
+    monkeypatch.setattr(followed, "MEMORY_BYTES", 100 * SPEC.row_bytes)
+    config = make_config(redis_server.url, rpc={"shared_memory": off != "replay"}, table=TABLES[kind])
+    _, client = serve(config)
+    client.open()
+    client.append_rows(50)
+    gc.collect()  # of other tests
+    before = mappings(), descriptors()
+    source = following(config, 40, shared_memory=off != "client")
+    taken = values(source.next_batch(SECONDS))
+    assert shared_streams(config, "Follow") == (off is None)
+    for number in range(50, 100):
+        client.append_rows(1, first=number)
+    if kind == "queue":
+        while len(taken) < 1000:
+            taken += values(source.next_batch(SECONDS))
+        assert taken == list(range(1000))
+    else:
+        wait_until(lambda: source._end == 1000, "every row has come")
+        assert ring_of(source) == list(range(1000))
+    source.close()
+    wait_until(lambda: shared_streams(config, "Follow") == 0, "the stream has ended")
+    wait_until(lambda: (mappings(), descriptors()) == before, "the memory is gone")
+
+
+def descriptors():
+    """How many descriptors of memory that is offered this process has."""
+    found = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += "memfd:paceline-rows" in str(path.readlink())
+    return found
+
+
+def values(batch):
+    return numpy_columns(SPEC, batch.rows.numpy())["value"].astype(int).tolist()
+
+
+def ring_of(source):
+    _, rows, _ = source._memory.read(0, 1 << 40)
+    return numpy_columns(SPEC, rows)["value"].astype(int).tolist()
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_follower_of_one_machine_loses_and_repeats_nothing_when_replay_is_killed(
+    redis_server, writing, following, monkeypatch, kind
+):
+    """Rows that wait in the memory of a stream that was cut stay as they are."""
+    monkeypatch.setattr(followed, "MEMORY_BYTES", 2 * LARGE_ROWS * SPEC.row_bytes)
+    config = make_config(redis_server.url, capacity=100_000, table=TABLES[kind])
+    replay = ReplayProcess(config)
+    try:
+        collector, source, taken = writing(config), following(config, 1000), []
+        for kill in range(4):
+            for _ in range(3 * WINDOW):
+                collector.submit()
+                if kind == "queue":
+                    taken += values(source.next_batch(SECONDS))
+            wait_until(lambda: shared_streams(config, "Follow") == 1, "both share memory")
+            if kill < 3:
+                replay.kill()  # with blocks under way, and rows that wait
+                replay = ReplayProcess(config, resume=True)
+        collector.settle()
+        if kind == "queue":
+            while len(taken) + 1000 <= collector.submitted:
+                taken += values(source.next_batch(SECONDS))
+            assert taken == list(range(len(taken)))
+        else:
+            wait_until(lambda: source._end == collector.submitted, "every row has come")
+            assert ring_of(source) == list(range(collector.submitted))
+    finally:
+        replay.kill()
+
+
+@pytest.mark.parametrize("end", ["peace", "cancel", "within a wait", "replaced", "bad request", "rows lost"])
+def test_a_follower_that_ends_leaves_no_memory_with_replay(redis_server, serve, offered, end):
+    config = make_config(redis_server.url)
+    _, client = serve(config)
+    client.open()
+    client.append_rows(2)
+    gc.collect()
+    gc.disable()
+    try:
+        before = mappings()
+        for number in range(3):
+            memory = offered(8 * SPEC.row_bytes)
+            first = {
+                "memory": memory.offer,
+                "sampled_row_count": 1,
+                "wanted_before": 30 if end == "within a wait" else 8,
+            }
+            if end == "rows lost":
+                first["from_row"] = 1000
+            with Following(client, **first) as stream:
+                if end != "rows lost":
+                    stream.next()
+                    assert in_memory(memory, stream.next()) == list(range(8))
+                if end == "peace":
+                    stream.end()
+                elif end == "bad request":
+                    stream.report(released_before=-1)
+                elif end == "replaced":
+                    client.follow(8, sampled_row_count=1)
+                elif end != "rows lost":
+                    stream.stream.cancel()
+                with contextlib.suppress(grpc.RpcError):
+                    list(stream.stream)
+            wait_until(lambda: shared_streams(config, "Follow") == 0, "the stream has ended")
+            wait_until(lambda: mappings() == before + number + 1, "only the client has the memory")  # noqa: B023
+    finally:
+        gc.enable()
+
+
+def test_rows_that_wait_keep_no_memory_of_streams_that_were_cut(redis_server, spawn, following):
+    gc.collect()  # of other tests
+    before = mappings(), descriptors()
+    config = make_config(redis_server.url, table=TABLES["queue"])
+    replay, client = spawn(config)
+    client.open()
+    source = following(config, 100)
+    for number in range(4):
+        client.append_rows(1, first=number)
+        wait_until(lambda: source._waiting_rows == 10 * number + 10, "the rows wait here")  # noqa: B023
+        wait_until(lambda: (mappings(), descriptors()) == (before[0] + 1, before[1] + 2), "one stream's memory is here")
+        replay.kill()
+        replay, client = spawn(config, resume=True)
+        client.open()
+    client.append_rows(6, first=4)
+    assert values(source.next_batch(SECONDS)) == list(range(100))
+    client.append_rows(1, first=10)
+    wait_until(lambda: source._waiting_rows == 10, "rows wait here")
+    source.close()
+    wait_until(lambda: (mappings(), descriptors()) == before, "the memory is gone")

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import copy
 import itertools
+import queue
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from prometheus_client import CollectorRegistry
 
 from contract.memory_log import MemoryLog, Shelf
 from paceline.config import build
-from paceline.replay.following import follow_messages
+from paceline.replay.following import LentMemory, follow_messages
 from paceline.replay.metrics import APPEND_ACTIVITIES, FOLLOW_ACTIVITIES, ReplayMetrics, TableMetrics
 from paceline.replay.settings import limiter_settings, memory_settings
 from paceline.replay.table import Table
 from paceline.rows import Block, Column, RowSpec
+from paceline.rpc.shared_memory import part_of
 from paceline.rpc.wire import SentBlock
 from paceline.telemetry import ActivityClock
 from paceline.v1 import replay_pb2 as pb
@@ -42,6 +45,35 @@ class OpenStream:
 
     def why_ended(self) -> None:
         return None
+
+
+Way = tuple[int, int, bool]
+"""Rows that a memory has room for, how many its follower leaves there before it releases them, and whether it sends its
+last request, which releases none, at the start."""
+
+WAYS = st.integers(1, 30).flatmap(lambda rows: st.tuples(st.just(rows), st.integers(0, rows - 1), st.booleans()))
+
+
+class Memory:
+    """Memory of a follower that looks at rows no sooner than it must."""
+
+    def __init__(self, rows: int, lag: int, closes: bool) -> None:
+        self.rows, self.lag, self.closes = rows, lag, closes
+        self._bytes = np.zeros(rows * SPEC.row_bytes, np.uint8)
+        self.lent = LentMemory(self._bytes, SPEC.row_bytes)
+        self._held: list[tuple[int, np.ndarray]] = []
+
+    def hold(self, head: pb.FollowResponse) -> None:
+        part = part_of(self._bytes, head.rows_in_memory).reshape(head.row_count, SPEC.row_bytes)
+        self._held += enumerate(part, head.first_row)
+        assert len(self._held) <= self.rows
+
+    def let_go(self, before: int, take: Callable[[int, np.ndarray], None]) -> None:
+        for key, row in self._held:
+            if key < before:
+                take(key, row.copy())
+                row[:] = 0xFF  # replay reads none of it
+        self._held = [held for held in self._held if held[0] >= before]
 
 
 class Cursor(RuleBasedStateMachine):
@@ -125,9 +157,9 @@ class Cursor(RuleBasedStateMachine):
             ]
         self.table = self._open()
 
-    @rule(ahead=st.integers(0, 60), message_rows=st.integers(1, 20))
-    def read(self, ahead: int, message_rows: int) -> None:
-        while not self._read(ahead, message_rows):
+    @rule(ahead=st.integers(0, 60), message_rows=st.integers(1, 20), way=st.one_of(st.none(), WAYS))
+    def read(self, ahead: int, message_rows: int, way: Way | None) -> None:
+        while not self._read(ahead, message_rows, Memory(*way) if way else None):
             self.believed, self.next_row, self.last_stored_at, self.received_end = {}, None, None, None
         self.is_rolled_back = False
         memory = self.table.memory
@@ -142,7 +174,7 @@ class Cursor(RuleBasedStateMachine):
         wanted = {key: value for key, value in found.items() if key < (self.next_row or 0)}
         assert {key: self.believed.get(key) for key in wanted} == wanted
 
-    def _read(self, ahead: int, message_rows: int) -> bool:
+    def _read(self, ahead: int, message_rows: int, memory: Memory | None) -> bool:
         """Read up to `ahead` keys further; False: rows were lost, and the follower has to begin anew."""
         cursor = self.next_row or 0
         # Without further requests the stream ends when what is wanted was sent; more than there is would be waited for.
@@ -156,23 +188,67 @@ class Cursor(RuleBasedStateMachine):
         )
         clock = ActivityClock(self.metrics.activity_seconds, FOLLOW_ACTIVITIES, "idle")
         stream: Any = OpenStream()
-        for message in follow_messages(self.table, first, iter(()), lambda data: first, stream, clock, message_rows):
-            if message.head.rows_lost:
+        requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        if memory is None or memory.closes:
+            requests.put(None)
+        for message in follow_messages(
+            self.table,
+            first,
+            iter(requests.get, None),
+            lambda request: request,
+            stream,
+            clock,
+            message_rows,
+            None if memory is None else memory.lent,
+        ):
+            head = message.head
+            if head.rows_lost:
+                requests.put(None)
                 return False
-            assert message.head.first_row >= cursor
-            rows = np.frombuffer(message.payload, np.uint8).reshape(-1, SPEC.row_bytes)
-            assert len(rows) == message.head.row_count <= message_rows
-            for offset, value in enumerate(rows.view(SPEC.dtype)["value"].reshape(-1).tolist()):
-                key = message.head.first_row + offset
-                assert key not in self.believed
-                self.believed[key] = value
-            cursor = message.head.first_row + len(rows)
-            if len(rows):
+            assert head.first_row >= cursor
+            assert head.row_count <= message_rows
+            cursor = head.first_row + head.row_count
+            if head.HasField("rows_in_memory"):
+                assert memory is not None
+                memory.hold(head)
+            else:
+                self._believe(head.first_row, np.frombuffer(message.payload, np.uint8))
+            if head.row_count:
                 self.last_stored_at = float(message.arrays["stored_at"][-1])
-            if len(rows) or self.received_end is None:
+            if head.row_count or self.received_end is None:
                 self.received_end = cursor
+            if memory is not None and not memory.closes:
+                memory.let_go(cursor - memory.lag, self._believe)
+                requests.put(pb.FollowRequest(released_before=max(0, cursor - memory.lag)))
+                if min(first.wanted_before, self.table.memory.end_row) - cursor <= memory.rows - memory.lag:
+                    requests.put(None)
+        if memory is not None:
+            memory.let_go(cursor, self._believe)
+        assert cursor >= min(first.wanted_before, self.table.memory.end_row)
         self.next_row = cursor
         return True
+
+    def _believe(self, first_row: int, payload: np.ndarray) -> None:
+        for key, value in enumerate(payload.view(np.float64).tolist(), first_row):
+            assert key not in self.believed
+            self.believed[key] = value
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    blocks=st.lists(st.integers(1, 8), min_size=1, max_size=8),
+    ahead=st.lists(st.integers(1, 60), min_size=1, max_size=3),
+    message_rows=st.integers(1, 20),
+    way=WAYS,
+)
+def test_rows_stay_in_memory_until_they_are_released(
+    blocks: list[int], ahead: list[int], message_rows: int, way: Way
+) -> None:
+    cursor = Cursor()
+    for row_count in blocks:
+        cursor.append(row_count)
+    for rows in ahead:
+        cursor.read(rows, message_rows, way)
 
 
 TestCursor = Cursor.TestCase

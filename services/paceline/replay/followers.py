@@ -17,6 +17,8 @@ class Follower:
     """Rows before this key may be sent; None: all."""
     limiter_wait_seconds: float = 0.0
     """For how long its copy of the limiter has held it back, ever, as it said last."""
+    released_before: int = 0
+    """It has no more use for the rows before this key in the memory that it offered."""
     is_replaced: bool = False
     """A newer one took over."""
 
@@ -24,6 +26,10 @@ class Follower:
         """Rows before `before` may be sent too."""
         if self.wanted_before is not None:
             self.wanted_before = max(self.wanted_before, before)
+
+    def release(self, before: int) -> None:
+        """The rows before `before` need not stay in its memory."""
+        self.released_before = max(self.released_before, before)
 
     def count_wait(self, seconds: float) -> float:
         """The limiter has held it back for so long, ever; by how much that has grown."""

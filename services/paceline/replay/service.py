@@ -30,7 +30,7 @@ from paceline.errors import (
 )
 from paceline.identity import require_same_run
 from paceline.replay.description import describe
-from paceline.replay.following import MAX_COUNT, check_progress, follow_messages
+from paceline.replay.following import MAX_COUNT, LentMemory, check_progress, follow_messages
 from paceline.replay.metrics import APPEND_ACTIVITIES, FOLLOW_ACTIVITIES, SAMPLE_ACTIVITIES, ReplayMetrics
 from paceline.replay.sampling import Credit, RowsInMemory, RowsInMessages, message_rows_of, sample_messages
 from paceline.replay.streams import Stream, Streams
@@ -158,6 +158,7 @@ class ReplayService:
                 return
             first = self._parse_follow(data)
             table = self._tables[first.table]
+            stream.open_memory(first)
             yield from follow_messages(
                 table,
                 first,
@@ -165,7 +166,8 @@ class ReplayService:
                 lambda later: self._parse_later_follow(later, first),
                 stream,
                 clock,
-                self._message_rows(table),
+                message_rows_of(table.spec.row_bytes, self._rpc.max_message_bytes),
+                None if stream.memory is None else LentMemory(stream.memory, table.spec.row_bytes),
             )
 
     def describe_tables(self, data: bytes, context: grpc.ServicerContext) -> pb.DescribeTablesResponse:
@@ -220,9 +222,6 @@ class ReplayService:
         if stream.memory is None:
             return RowsInMessages(row_bytes, limit)
         return RowsInMemory(stream.memory, row_bytes, first.batch_size, limit)
-
-    def _message_rows(self, table: Table) -> int:
-        return message_rows_of(table.spec.row_bytes, self._rpc.max_message_bytes)
 
     def _parse_sample(self, data: bytes) -> pb.SampleRequest:
         request = _parse(pb.SampleRequest, data)

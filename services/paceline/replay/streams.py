@@ -27,7 +27,7 @@ class Stream:
         """Nothing of the caller's is in work: the stream may be cut."""
         self._rpc, self._streams, self._gone, self._has_looked = rpc, streams, False, False
 
-    def open_memory(self, first: pb.AppendRequest | pb.SampleRequest) -> None:
+    def open_memory(self, first: pb.AppendRequest | pb.SampleRequest | pb.FollowRequest) -> None:
         """See the memory that the first request offers, if it does and this process can. Later ones change nothing."""
         if not self._has_looked and self._streams.shares_memory and first.HasField("memory"):
             self.memory = open_offered(first.memory, self.context.peer())

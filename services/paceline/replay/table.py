@@ -197,12 +197,14 @@ class Table:
         self.wake()
         return found
 
-    def read(self, first_row: int, max_rows: int) -> tuple[int, ByteMatrix, npt.NDArray[np.float64]]:
+    def read(
+        self, first_row: int, max_rows: int, *, out: ByteMatrix | None = None
+    ) -> tuple[int, ByteMatrix, npt.NDArray[np.float64]]:
         """A copy of rows for a follower, as `TableMemory.read`; those of a queue count as delivered."""
         if not self.config.queue:
-            return self.memory.read(first_row, max_rows)
+            return self.memory.read(first_row, max_rows, out=out)
         with self._one_at_a_time():  # no row both counts as dropped and is delivered
-            found = self.memory.read(first_row, max_rows)
+            found = self.memory.read(first_row, max_rows, out=out)
             self._tiers.delivered = max(self._tiers.delivered, found[0] + len(found[1]))
             return found
 

@@ -297,13 +297,16 @@ class TableMemory:
                 self._pages.mark(places)
         return len(places)
 
-    def read(self, first_row: int, max_rows: int) -> tuple[int, ByteMatrix, Seconds]:
+    def read(self, first_row: int, max_rows: int, *, out: ByteMatrix | None = None) -> tuple[int, ByteMatrix, Seconds]:
         """A copy of up to `max_rows` rows with consecutive keys, from the first one held at or after `first_row`.
+
+        Args:
+            out: memory for the copy, `[max_rows or more, row_bytes]`; None: it is new.
 
         Returns:
             The key of the first of them, the rows, and when each was stored. No rows: the key of the next one to come.
         """
-        return self._ring.read(first_row, max_rows, self._sampler.find_alive)
+        return self._ring.read(first_row, max_rows, self._sampler.find_alive, out=out)
 
     def read_block(self, first_row: int, row_count: int) -> tuple[int, ByteMatrix, Seconds]:
         """As `read`, rows among them that were evicted or sampled as often as they may be: a block as it came."""

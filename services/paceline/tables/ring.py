@@ -43,14 +43,18 @@ class RowStore(Protocol):
     def nbytes(self) -> int:
         """Bytes set aside."""
 
+    @property
+    def row_bytes(self) -> int:
+        """Of one row."""
+
     def write(self, position: int, rows: ByteMatrix) -> None:
         """Put `rows` at `position` and the places after it."""
 
     def gather(self, index: npt.NDArray[np.int64], out: Any) -> None:
         """Copy the rows at the places `index`, `[n]`, to `out`, `[n, row_bytes]`, of the store's kind of array."""
 
-    def read(self, position: int, count: int) -> ByteMatrix:
-        """A copy of `count` rows from `position` on."""
+    def read(self, position: int, out: ByteMatrix) -> None:
+        """Copy the rows from `position` on to `out`, `[n, row_bytes]`, in host memory."""
 
 
 class HostRows:
@@ -64,6 +68,11 @@ class HostRows:
         """Bytes set aside."""
         return self._rows.nbytes
 
+    @property
+    def row_bytes(self) -> int:
+        """Of one row."""
+        return int(self._rows.shape[1])
+
     def write(self, position: int, rows: ByteMatrix) -> None:
         """Put `rows` at `position` and the places after it."""
         self._rows[position : position + len(rows)] = rows
@@ -73,9 +82,9 @@ class HostRows:
         # mode="clip" spares numpy a second, checked buffer; it lets the interpreter lock go.
         self._rows.take(index, axis=0, out=out, mode="clip")
 
-    def read(self, position: int, count: int) -> ByteMatrix:
-        """A copy of `count` rows from `position` on."""
-        return self._rows[position : position + count].copy()
+    def read(self, position: int, out: ByteMatrix) -> None:
+        """Copy the rows from `position` on to `out`."""
+        out[:] = self._rows[position : position + len(out)]
 
 
 def gap_rows_of(capacity_rows: int) -> int:
@@ -212,11 +221,17 @@ class Ring:
             return keys
 
     def read(
-        self, first_row: int, max_rows: int, narrow: Callable[[int, int], tuple[int, int]] | None = None
+        self,
+        first_row: int,
+        max_rows: int,
+        narrow: Callable[[int, int], tuple[int, int]] | None = None,
+        *,
+        out: ByteMatrix | None = None,
     ) -> tuple[int, ByteMatrix, Seconds]:
         """A copy of up to `max_rows` rows with consecutive keys, from the first one held at or after `first_row`.
 
         Args:
+            out: memory for the copy, `[max_rows or more, row_bytes]`; None: it is new.
             narrow: gives the first run of rows, as first and end key, that are to be read of those between two keys;
                 called with the lock held.
 
@@ -226,13 +241,13 @@ class Ring:
         for _ in range(LOCKED_AFTER):
             with self.lock:
                 first, end = self._find_run(first_row, max_rows, narrow)
-            found = self._copy_out(first, end)
+            found = self._copy_out(first, end, out)
             with self.lock:
                 if first >= self._written_to - self.physical_rows:
                     return first, *found
         with self.lock:
             first, end = self._find_run(first_row, max_rows, narrow)
-            return first, *self._copy_out(first, end)
+            return first, *self._copy_out(first, end, out)
 
     def held(self, first_row: int, row_count: int) -> npt.NDArray[np.bool_]:
         """Which of so many keys are of rows that are held. Call with the lock held."""
@@ -324,8 +339,10 @@ class Ring:
             self._stored_at.write(position, count, times)
             done += count
 
-    def _copy_out(self, first: int, end: int) -> tuple[ByteMatrix, Seconds]:
-        pieces = self._pieces(first, end)
-        rows = [self._rows.read(position, count) for position, count in pieces]
-        times = [self._stored_at.read(position, count) for position, count in pieces]
-        return rows[0] if len(rows) == 1 else np.concatenate(rows), np.concatenate(times)
+    def _copy_out(self, first: int, end: int, out: ByteMatrix | None) -> tuple[ByteMatrix, Seconds]:
+        rows = np.empty((end - first, self._rows.row_bytes), np.uint8) if out is None else out[: end - first]
+        pieces, done = self._pieces(first, end), 0
+        for position, count in pieces:
+            self._rows.read(position, rows[done : done + count])
+            done += count
+        return rows, np.concatenate([self._stored_at.read(position, count) for position, count in pieces])

@@ -138,7 +138,7 @@ class UpdatePrioritiesResponse(_message.Message):
     def __init__(self, updated_row_count: _Optional[int] = ..., unknown_row_count: _Optional[int] = ...) -> None: ...
 
 class FollowRequest(_message.Message):
-    __slots__ = ("run_id", "table", "from_row", "sampled_row_count", "consumed_row", "wanted_before", "learner_incarnation", "last_stored_at", "limiter_wait_seconds", "received_end_row", "waived_before")
+    __slots__ = ("run_id", "table", "from_row", "sampled_row_count", "consumed_row", "wanted_before", "learner_incarnation", "last_stored_at", "limiter_wait_seconds", "received_end_row", "waived_before", "released_before", "memory")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     FROM_ROW_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +150,8 @@ class FollowRequest(_message.Message):
     LIMITER_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_END_ROW_FIELD_NUMBER: _ClassVar[int]
     WAIVED_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     table: str
     from_row: int
@@ -161,10 +163,12 @@ class FollowRequest(_message.Message):
     limiter_wait_seconds: float
     received_end_row: int
     waived_before: int
-    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., from_row: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., consumed_row: _Optional[int] = ..., wanted_before: _Optional[int] = ..., learner_incarnation: _Optional[int] = ..., last_stored_at: _Optional[float] = ..., limiter_wait_seconds: _Optional[float] = ..., received_end_row: _Optional[int] = ..., waived_before: _Optional[int] = ...) -> None: ...
+    released_before: int
+    memory: _rows_pb2.SharedMemory
+    def __init__(self, run_id: _Optional[str] = ..., table: _Optional[str] = ..., from_row: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., consumed_row: _Optional[int] = ..., wanted_before: _Optional[int] = ..., learner_incarnation: _Optional[int] = ..., last_stored_at: _Optional[float] = ..., limiter_wait_seconds: _Optional[float] = ..., received_end_row: _Optional[int] = ..., waived_before: _Optional[int] = ..., released_before: _Optional[int] = ..., memory: _Optional[_Union[_rows_pb2.SharedMemory, _Mapping]] = ...) -> None: ...
 
 class FollowResponse(_message.Message):
-    __slots__ = ("first_row", "row_count", "table_first_row", "inserted_row_count", "sampled_row_count", "complete", "row_spec_digest", "stored_at", "rows_lost", "rows")
+    __slots__ = ("first_row", "row_count", "table_first_row", "inserted_row_count", "sampled_row_count", "complete", "row_spec_digest", "stored_at", "rows_lost", "rows_in_memory", "reads_memory", "rows")
     FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
@@ -174,6 +178,8 @@ class FollowResponse(_message.Message):
     ROW_SPEC_DIGEST_FIELD_NUMBER: _ClassVar[int]
     STORED_AT_FIELD_NUMBER: _ClassVar[int]
     ROWS_LOST_FIELD_NUMBER: _ClassVar[int]
+    ROWS_IN_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    READS_MEMORY_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     first_row: int
     row_count: int
@@ -184,8 +190,10 @@ class FollowResponse(_message.Message):
     row_spec_digest: bytes
     stored_at: _containers.RepeatedScalarFieldContainer[float]
     rows_lost: bool
+    rows_in_memory: _rows_pb2.MemoryRange
+    reads_memory: bool
     rows: bytes
-    def __init__(self, first_row: _Optional[int] = ..., row_count: _Optional[int] = ..., table_first_row: _Optional[int] = ..., inserted_row_count: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., complete: _Optional[bool] = ..., row_spec_digest: _Optional[bytes] = ..., stored_at: _Optional[_Iterable[float]] = ..., rows_lost: _Optional[bool] = ..., rows: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, first_row: _Optional[int] = ..., row_count: _Optional[int] = ..., table_first_row: _Optional[int] = ..., inserted_row_count: _Optional[int] = ..., sampled_row_count: _Optional[int] = ..., complete: _Optional[bool] = ..., row_spec_digest: _Optional[bytes] = ..., stored_at: _Optional[_Iterable[float]] = ..., rows_lost: _Optional[bool] = ..., rows_in_memory: _Optional[_Union[_rows_pb2.MemoryRange, _Mapping]] = ..., reads_memory: _Optional[bool] = ..., rows: _Optional[bytes] = ...) -> None: ...
 
 class DescribeTablesRequest(_message.Message):
     __slots__ = ("run_id",)

@@ -23,7 +23,7 @@ from replay_bench.workloads import LARGE, LEARNER, WORKLOADS, Workload
 
 SUITES = ("gather", "service", "following", "training")
 RESULTS = Path(__file__).resolve().parents[3] / "bench-results"
-FULL, QUICK = Extent(rounds=5, seconds=1.2), Extent(rounds=1, seconds=0.15)
+FULL, QUICK = Extent(rounds=5, seconds=1.1), Extent(rounds=1, seconds=0.15)
 QUICK_DIVISOR = 16
 """A quick run has rings of a sixteenth of the size: they fit caches, so its ratios say only that everything runs."""
 

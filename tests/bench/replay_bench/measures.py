@@ -145,6 +145,7 @@ def _measures() -> Iterator[Measure]:
     for read, name in (
         ("shared_sample", "`sample` through memory"),
         ("sample", "`sample`"),
+        ("shared_follow", "`follow` through memory"),
         ("follow", "`follow`"),
     ):
         yield Measure(

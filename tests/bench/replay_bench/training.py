@@ -33,7 +33,7 @@ SAMPLES_PER_INSERT = 8
 UPDATE_ROWS = 256
 BATCH_ROWS = 1024
 """Large enough that one batch before each update gives the pace."""
-TURN_SHARE = 2.0
+TURN_SHARE = 2.2
 """Of a turn's seconds: differences of a few per cent show in longer ones only."""
 WAIT_SECONDS = 60.0
 
@@ -112,6 +112,5 @@ def measure_training(workload: Workload, extent: Extent, folder: Path, redis_bin
 
             return train
 
-        return take_turns(
-            "training", [turn("none"), turn("shared_sample"), turn("sample"), turn("follow")], extent, store.settle
-        )
+        reads = ("none", "shared_sample", "sample", "shared_follow", "follow")
+        return take_turns("training", [turn(read) for read in reads], extent, store.settle)

@@ -26,6 +26,11 @@ class DeviceRows:
         """Bytes set aside."""
         return self._rows.nbytes
 
+    @property
+    def row_bytes(self) -> int:
+        """Of one row."""
+        return 8 * self._rows.shape[1]
+
     def write(self, position: int, rows: ByteMatrix) -> None:
         """Copy `rows` to the device, to `position` and the places after it."""
         # The bytes of a message are read-only, of which torch would warn; they are only read.
@@ -37,7 +42,6 @@ class DeviceRows:
         places = torch.from_numpy(index).to(self._rows.device)
         torch.index_select(self._rows, 0, places, out=out.view(torch.int64))
 
-    def read(self, position: int, count: int) -> ByteMatrix:
-        """A copy of `count` rows from `position` on, in host memory."""
-        rows: ByteMatrix = self._rows[position : position + count].cpu().numpy().copy().view(np.uint8)
-        return rows
+    def read(self, position: int, out: ByteMatrix) -> None:
+        """Copy the rows from `position` on to `out`, in host memory."""
+        out[:] = self._rows[position : position + len(out)].cpu().numpy().view(np.uint8)

@@ -27,6 +27,11 @@ from paceline.v1 import replay_pb2
 
 CHUNK_ROWS = 256
 """Rows leave the ring by so many at once, which is finer than most blocks: it holds what replay's ring holds."""
+MEMORY_BYTES = 8 << 20
+"""Bytes of rows that replay may be ahead of this learner in the memory that they share. A ring of 340 MB is filled at
+1.6 GB/s through a connection, through 2 MiB of memory at 2.0, through 4 to 32 MiB at 2.4."""
+RELEASE_SHARE = 4
+"""Of that memory this fraction (1/4) is released at once."""
 REPORT_SHARE = 8
 """What was sampled is reported by this fraction (1/8) of the limiter's band: collectors seldom wait for the report."""
 REPORT_SECONDS = 1.0
@@ -101,8 +106,10 @@ class FollowSource:
         self._changed = threading.Condition()
         self._drawing = threading.Lock()
         """Held while the ring is drawn from, so that it is not exchanged meanwhile."""
-        self._end = 0
-        """Key of the next row to come."""
+        self._end = self._released = 0
+        """Key of the next row to come; what replay was told that rows before it need not stay in its memory."""
+        memory_rows = max(RELEASE_SHARE, MEMORY_BYTES // spec.row_bytes)
+        self._release_rows = memory_rows // RELEASE_SHARE
         self._received_rows = 0
         self._caught_up_rows: int | None = 0
         """Rows that have to come before the first batch: those that replay had at the start; None: it had not restored
@@ -120,6 +127,7 @@ class FollowSource:
             metrics=metrics,
             shard=shard,
             watches_clock=times,
+            memory_rows=memory_rows,
             learner_id=learner_id,
             learner_incarnation=learner_incarnation,
         )
@@ -248,6 +256,8 @@ class FollowSource:
             self._limiter.restore(inserted=news.inserted_row_count)
             if news.complete:
                 self._limiter.complete()
+            if news.HasField("rows_in_memory") and self._end - self._released >= self._release_rows:
+                self._follower.report()
             self._changed.notify_all()
         self._metrics.set_followed(self._shard, behind=self._inserted - self._end, ring_rows=memory.row_count)
 
@@ -322,8 +332,10 @@ class FollowSource:
         return self._caught_up_rows is not None and self._received_rows >= self._caught_up_rows
 
     def _request(self, from_row: int | None = None) -> replay_pb2.FollowRequest:
+        self._released = self._end
         return replay_pb2.FollowRequest(
             from_row=from_row,
+            released_before=self._end,
             sampled_row_count=self._limiter.sampled,
             limiter_wait_seconds=self._held_back_seconds,
             waived_before=self._waived_before or None,

@@ -18,6 +18,7 @@ from paceline.learner.replay_clock import ReplayClock
 from paceline.learner.replay_stream import ReplayStream
 from paceline.rows import ByteMatrix, RowSpec
 from paceline.rpc.bulk import FOLLOW_RESPONSE, Bulk
+from paceline.rpc.shared_memory import OfferedMemory, part_of
 from paceline.rpc.status import raising
 from paceline.rpc.wire import row_spec_to_wire
 from paceline.telemetry import get_logger
@@ -44,6 +45,8 @@ class Reader(Protocol):
     def take(self, news: replay_pb2.FollowResponse, rows: ByteMatrix, stored_at: npt.NDArray[np.float64]) -> None:
         """Rows came, or news without any. The arrays stay as they are, and the rows are read-only.
 
+        Where `news` says that they are `rows_in_memory`, they stay until a `progress` that has their keys before its
+        `released_before`, and at most until the next `begin`.
         `stored_at` is by the learner's clock; 0 where it is not known.
         """
 
@@ -66,12 +69,14 @@ class Follower:
         metrics: LearnerMetrics,
         shard: int,
         watches_clock: bool,
+        memory_rows: int,
         learner_id: str = "",
         learner_incarnation: int = 0,
     ) -> None:
         """Prepare; `start` begins.
 
         Args:
+            memory_rows: those that may lie in the memory which replay puts them in, if it can; 1 or more.
             watches_clock: have the times at which rows were stored by the learner's clock to the best.
             learner_id, learner_incarnation: of the learner that follows; empty and 0: it says none.
         """
@@ -98,6 +103,9 @@ class Follower:
             on_estimate=lambda offset: metrics.set_replay_clock(str(shard), offset),
         )
         self._watches_clock = watches_clock
+        self._memory_bytes = memory_rows * spec.row_bytes if rpc.shared_memory else 0
+        self._memory: OfferedMemory | None = None
+        """Of the stream that is open: what an earlier one may still write is where nobody looks any more."""
         self._changed = threading.Condition()
         self._stream_number = 0
         self._has_news = False
@@ -183,28 +191,46 @@ class Follower:
             first.received_end_row = self._received_end
         if expected and self._last_stored_at is not None:
             first.last_stored_at = self._last_stored_at
-        for response in self._stream.open(
-            "Follow",
-            self._requests(number, first),
-            replay_pb2.FollowRequest.SerializeToString,
-            FOLLOW_RESPONSE.deserialize,
-        ):
-            self._stream.note_answer()
-            rows = self._rows_of(response)
-            if response.head.rows_lost or response.head.first_row < expected:
-                self._last_stored_at = self._received_end = None
-                self._reader.forget()
-                raise UnavailableError(
-                    f"{self._peer} lost rows that came before row {expected}, with the end of its record; asking what "
-                    "it has now"
-                )
-            expected = response.head.first_row + len(rows)
-            if len(rows):
-                self._last_stored_at = float(response.arrays["stored_at"][-1])
-            if len(rows) or self._received_end is None:
-                self._received_end = expected
-            # Once, as they come: what replay's clock is set to later says nothing of these.
-            self._reader.take(response.head, rows, self._clock.to_own(response.arrays["stored_at"]))
+        self._memory = OfferedMemory.create(self._memory_bytes) if self._memory_bytes else None
+        if self._memory is not None:
+            first.memory.CopyFrom(self._memory.offer)
+        response: Bulk[replay_pb2.FollowResponse] | None = None
+        try:
+            for response in self._stream.open(
+                "Follow",
+                self._requests(number, first),
+                replay_pb2.FollowRequest.SerializeToString,
+                FOLLOW_RESPONSE.deserialize,
+            ):
+                self._stream.note_answer()
+                expected = self._take(response, expected)
+        finally:
+            response = None  # the error that ended the stream keeps this frame, and the memory is to be gone with it
+            self._close_memory()
+
+    def _take(self, response: Bulk[replay_pb2.FollowResponse], expected: int) -> int:
+        """Give the reader a message, whose rows have keys from `expected` on; the key after them."""
+        rows = self._rows_of(response)
+        if response.head.rows_lost or response.head.first_row < expected:
+            self._last_stored_at = self._received_end = None
+            self._reader.forget()
+            raise UnavailableError(
+                f"{self._peer} lost rows that came before row {expected}, with the end of its record; asking what "
+                "it has now"
+            )
+        end = response.head.first_row + len(rows)
+        if len(rows):
+            self._last_stored_at = float(response.arrays["stored_at"][-1])
+        if len(rows) or self._received_end is None:
+            self._received_end = end
+        # Once, as they come: what replay's clock is set to later says nothing of these.
+        self._reader.take(response.head, rows, self._clock.to_own(response.arrays["stored_at"]))
+        return end
+
+    def _close_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
     def _table_of(self, described: replay_pb2.DescribeTablesResponse) -> replay_pb2.TableDescription:
         """Raises UnavailableError while replay does not serve it: it may have come back without."""
@@ -237,12 +263,18 @@ class Follower:
         head, row_bytes = response.head, self._spec.row_bytes
         self._spec.require_digest(head.row_spec_digest)
         count = head.row_count
+        if not head.reads_memory:
+            self._close_memory()
+        if head.HasField("rows_in_memory"):
+            response.payload = part_of(None if self._memory is None else self._memory.bytes, head.rows_in_memory)
         if count < 0 or len(response.payload) != count * row_bytes or len(response.arrays["stored_at"]) != count:
             raise BlockError(
                 f"replay sent {count} rows in {len(response.payload)} bytes with {len(response.arrays['stored_at'])} "
                 f"times: expected {row_bytes} bytes and one time a row"
             )
-        return np.frombuffer(response.payload, np.uint8).reshape(count, row_bytes)
+        rows: ByteMatrix = np.frombuffer(response.payload, np.uint8).reshape(count, row_bytes)
+        rows.flags.writeable = False
+        return rows
 
     def _note_cut(self, error: PacelineError, is_away: bool) -> None:
         self._metrics.sample_failures.labels(type(error).__name__).inc()

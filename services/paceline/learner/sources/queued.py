@@ -83,6 +83,7 @@ class QueueSource:
             metrics=metrics,
             shard=shard,
             watches_clock=times,
+            memory_rows=self._prefetch_rows,
             learner_id=learner_id,
             learner_incarnation=learner_incarnation,
         )
@@ -139,6 +140,9 @@ class QueueSource:
             self._is_closed = True
             self._wait_until_reported()
         self._follower.close()
+        with self._changed:
+            self._waiting.clear()  # nor does the memory stay that they lie in
+            self._waiting_rows = 0
 
     def _wait_until_reported(self) -> None:
         """Whatever replay does not know is consumed it gives to the next learner, which then trains on it again."""
@@ -160,6 +164,8 @@ class QueueSource:
     def begin(self, table: replay_pb2.TableDescription) -> replay_pb2.FollowRequest:
         """Go on from the next row; at the start from the first one that is not consumed."""
         with self._changed:
+            # They may lie in memory of the stream before, all of which would stay for them.
+            self._waiting = collections.deque((first, rows.copy(), times) for first, rows, times in self._waiting)
             if not self._knows_table:
                 self._end = self._taken = self._consumed = table.consumed_row
                 self._knows_table = True
@@ -174,7 +180,7 @@ class QueueSource:
         with self._changed:
             get_logger().warning("followed_rows_lost", table=self._table, had=self._end)
             self._waiting.clear()
-            self._waiting_rows, self._knows_table = 0, False
+            self._waiting_rows, self._wanted_before, self._knows_table = 0, 0, False
 
     def progress(self) -> replay_pb2.FollowRequest:
         """What is consumed, and how many rows are wanted."""
@@ -208,7 +214,9 @@ class QueueSource:
     def _progress(self) -> replay_pb2.FollowRequest:
         # The batch that is learned from now is not among those that wait.
         self._wanted_before = max(self._wanted_before, self._end + max(0, self._prefetch_rows - self._waiting_rows))
-        return replay_pb2.FollowRequest(consumed_row=self._consumed, wanted_before=self._wanted_before)
+        return replay_pb2.FollowRequest(
+            consumed_row=self._consumed, wanted_before=self._wanted_before, released_before=self._taken
+        )
 
     def _take_rows(self) -> int:
         """Fill the batch from the front of what waits; its rows."""
